@@ -6,6 +6,7 @@ import json
 import platform
 import subprocess
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -63,6 +64,7 @@ def version_of(peer: str) -> str:
     return ""
 
 
+@cache
 def current_commit() -> str:
     """Short hash of HEAD, with "+" when the tree differs from it; "unknown" outside a checkout."""
     command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
@@ -77,6 +79,7 @@ def device_name() -> str:
     return cpu_name()
 
 
+@cache
 def driver_version() -> str:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
@@ -96,13 +99,19 @@ def cpu_name() -> str:
     return f"{model} ({isa}), {torch.get_num_threads()} threads, torch {torch.__version__}"
 
 
-def write(records: list[Record], name: str, folder: Path = RESULTS) -> Path:
-    """Write records to `<name>.jsonl`, replacing the rows of the same cases and keeping the others."""
+def write(records: list[Record], name: str, folder: Path = RESULTS, whole: bool = True) -> Path:
+    """Write records to `<name>.jsonl`, replacing the rows of the same cases and keeping the others.
+
+    Not whole: replacing only those of the same cells, for a run that writes as it goes.
+    """
     path = folder / f"{name}.jsonl"
-    new_cases = {record.case for record in records}
+    new = [record.case if whole else (record.case, record.params) for record in records]
     kept = []
     if path.exists():
-        kept = [line for line in path.read_text().splitlines() if json.loads(line)["case"] not in new_cases]
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            if (row["case"] if whole else (row["case"], row["params"])) not in new:
+                kept.append(line)
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join([*kept, *(json.dumps(asdict(record)) for record in records)]) + "\n")
     return path
