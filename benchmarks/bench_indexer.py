@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from attnops import ops
 from attnops.ops.indexer import SCRATCH_BYTES
-from bench_sparse_mla import DEVICE, Call, finished, first_line, in_turns, version
-from records import RESULTS, Record, write
+from bench_sparse_mla import DEVICE, Call, finished, first_line, in_turns
+from records import RESULTS, Record, version_of, write
 from torch import Tensor
 
 HEADS, DIM, PAGE, K = 64, 128, 64, 2048
@@ -182,7 +182,7 @@ class IndexerBench:
             line = []
             for name, ms in times.items():
                 gbs = num_bytes / ms / 1e6 if num_bytes else None
-                record = Record(case, name, params, ms=ms, gbs=gbs, state=state, version=version(name))
+                record = Record(case, name, params, ms=ms, gbs=gbs, state=state, version=version_of(name))
                 record.note = notes.get(name, "")
                 self.records.append(record)
                 rate = f" {gbs:.0f} GB/s" if gbs else ""

@@ -10,7 +10,6 @@ of queries and lists; plans and schedules are made before. Contenders replay in 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -127,12 +126,6 @@ def in_turns(
     return result
 
 
-def version(peer: str) -> str:
-    """Of the distribution, else of the pack of peers that the environment names."""
-    packed = dict(part.split("=", 1) for part in os.environ.get("PEER_VERSIONS", "").split(";") if "=" in part)
-    return version_of(peer) or packed.get(peer.split(",")[0].lower(), "")
-
-
 def paged_rows(kind: str, rows: int) -> Tensor:
     """``[P, 64, row]``: "fp8", 656 bytes; "v4", 584 bytes; "bf16", 576 values."""
     pages = rows // PAGE
@@ -198,7 +191,7 @@ class SparseBench:
                 tflops = work / ms / 1e9 if work else None
                 note = notes.get(name, "")
                 self.records.append(
-                    Record(case, name, params, ms=ms, tflops=tflops, state=state, note=note, version=version(name))
+                    Record(case, name, params, ms=ms, tflops=tflops, state=state, note=note, version=version_of(name))
                 )
                 line.append(f"{name} {ms * 1e3:.1f} us" + (f" {tflops:.0f} TFLOP/s" if work else "") + f" {note}")
             print(f"{case} {state} {params}: " + ", ".join(line), flush=True)

@@ -39,9 +39,8 @@ from bench_sparse_mla import (
     lists_of,
     milliseconds,
     paged_rows,
-    version,
 )
-from records import Record, write
+from records import Record, version_of, write
 from sampled_cells import BF16_FLOPS, READ_BYTES, THIRDS
 from sampled_indexer import LAW as MORE_LAWS
 from sampled_indexer import SETS as MORE_SETS
@@ -333,7 +332,7 @@ def main() -> None:
                 note = f"best: {best}, {ratio:.3f}" if name == "attnops" else ""
                 case, params = f"sampled {rows} seed {options.seed}", dataclasses.asdict(cell)
                 record = Record(case, name, params, ms=t / 1e3, tflops=cell.flops / t / 1e6 or None, note=note)
-                record.version = version(name)
+                record.version = version_of(name)
                 records.append(record)
         if results:
             summary(rows, results)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
+import re
 import subprocess
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -42,12 +44,16 @@ DISTRIBUTIONS = {
     "DeepGEMM": ("deep_gemm", "deep-gemm", "sgl-deep-gemm"),
     "fast_topk": ("sgl-kernel", "sgl_kernel", "sglang-kernel"),
     "SDPA": ("torch",),
+    "sglang": ("sglang",),
     "torch": ("torch",),
 }
 
 
 def version_of(peer: str) -> str:
-    """The installed version of a peer. "" where it is not a distribution, as a build from sources is not."""
+    """The installed version of a peer, else what the environment's `PEER_VERSIONS` says of a pack. "": not known.
+
+    `PEER_VERSIONS` is ``name=version;name=version``, by the first word of a peer's name in small letters.
+    """
     if peer.startswith("attnops"):
         from attnops import __version__
 
@@ -61,7 +67,8 @@ def version_of(peer: str) -> str:
                     return metadata.version(name)
                 except metadata.PackageNotFoundError:
                     continue
-    return ""
+    packed = dict(part.split("=", 1) for part in os.environ.get("PEER_VERSIONS", "").split(";") if "=" in part)
+    return packed.get(re.split("[ ,]", peer)[0].lower(), "")
 
 
 @cache
