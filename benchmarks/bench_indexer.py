@@ -2,7 +2,7 @@
 
 Beside them, where they are found: DeepGEMM's logits, `fast_topk_v2` of sgl_kernel, torch.topk. Each contender is a
 captured graph of calls, and all replay in turns. A time is the median of a call. DeepGEMM compiles when it is first
-called, so its kernels must have been built before where no compiler is.
+called, so its kernels must have been built before where no compiler is. A peer that fails is named and left out.
 
     python benchmarks/bench_indexer.py [--parts topk,logits,fused,prefill,keys,layer] [--sustained] [--write]
     python benchmarks/bench_indexer.py --dry    small cells, once each, on a CPU too
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from attnops import ops
 from attnops.ops.indexer import SCRATCH_BYTES
-from bench_sparse_mla import DEVICE, Call, in_turns
+from bench_sparse_mla import DEVICE, Call, finished, first_line, in_turns
 from records import RESULTS, Record, version_of, write
 from torch import Tensor
 
@@ -98,14 +98,17 @@ class Peers:
 
     def __init__(self) -> None:
         self.deep_gemm = self._found("DeepGEMM", "deep_gemm")
-        self.fast_topk = getattr(self._found("fast_topk", "sgl_kernel"), "fast_topk_v2", None)
+        sgl_kernel = self._found("fast_topk", "sgl_kernel")
+        self.fast_topk = getattr(sgl_kernel, "fast_topk_v2", None)
+        if sgl_kernel is not None and self.fast_topk is None:
+            print("no fast_topk: sgl_kernel has no fast_topk_v2", flush=True)
 
     @staticmethod
     def _found(peer: str, module: str):  # type: ignore[no-untyped-def]
         try:
             return importlib.import_module(module)
-        except ImportError as error:
-            print(f"no {peer}: {error}", flush=True)
+        except Exception as error:  # also a library that does not load
+            print(f"no {peer}: {first_line(error)}", flush=True)
             return None
 
     def topk(self, logits: Tensor, lengths: Tensor, k: int) -> dict[str, Call]:
@@ -118,19 +121,33 @@ class Peers:
         return calls
 
     def paged_logits(self, q: Tensor, pages: Tensor, table: Tensor, weights: Tensor, lengths: Tensor, n: int) -> dict:
-        """DeepGEMM's: pages of 64 and 32 or 64 heads; its schedule is made before. `lengths`: ``[B, S_q]``."""
+        """DeepGEMM's: pages of 64 and 32 or 64 heads; its schedule is made before. `lengths`: ``[B, S_q]``.
+
+        Versions from 0.2 of sgl-deep-gemm on have one name for FP8 and FP4, and clean nothing.
+        """
         if self.deep_gemm is None or pages.shape[1] != 64 or q.shape[2] not in (32, 64):
             return {}
         metadata = self.deep_gemm.get_paged_mqa_logits_metadata
-        schedule = metadata(lengths, 64, torch.cuda.get_device_properties(0).multi_processor_count)
+        try:
+            schedule = finished(
+                lambda: metadata(lengths, 64, torch.cuda.get_device_properties(0).multi_processor_count)
+            )
+        except Exception as error:
+            print(f"DeepGEMM makes no schedule of {list(lengths.shape)}: {first_line(error)}", flush=True)
+            return {}
         given = (q, pages.unsqueeze(2), weights, lengths, table, schedule, n)
-        return {"DeepGEMM": lambda: self.deep_gemm.fp8_paged_mqa_logits(*given, clean_logits=False)}
+        if hasattr(self.deep_gemm, "fp8_paged_mqa_logits"):
+            return {"DeepGEMM": lambda: self.deep_gemm.fp8_paged_mqa_logits(*given, clean_logits=False)}
+        return {"DeepGEMM": lambda: self.deep_gemm.fp8_fp4_paged_mqa_logits(*given)}
 
     def ragged_logits(self, q: Tensor, k: Tensor, scale: Tensor, weights: Tensor, start: Tensor, end: Tensor) -> dict:
+        """DeepGEMM's, of 32 or 64 heads. `start` is 0 everywhere: newer versions write a row from its start on."""
         if self.deep_gemm is None or q.shape[1] not in (32, 64):
             return {}
         given = (q, (k, scale), weights, start, end)
-        return {"DeepGEMM": lambda: self.deep_gemm.fp8_mqa_logits(*given, clean_logits=False)}
+        if hasattr(self.deep_gemm, "fp8_mqa_logits"):
+            return {"DeepGEMM": lambda: self.deep_gemm.fp8_mqa_logits(*given, clean_logits=False)}
+        return {"DeepGEMM": lambda: self.deep_gemm.fp8_fp4_mqa_logits(*given, k.shape[0])}
 
 
 class IndexerBench:
@@ -150,7 +167,7 @@ class IndexerBench:
         notes = {}
         for name, call in list(contenders.items()):
             try:
-                answer = call()
+                answer = finished(call)
                 if name == "attnops" and digest is not None:
                     ours = digest(answer).clone()
                 elif digest is not None:
@@ -158,15 +175,14 @@ class IndexerBench:
             except Exception as error:  # a peer that refuses the cell is named, and the others are timed
                 if name == "attnops":
                     raise
-                print(f"{case} {name} refused {params}: {str(error)[:200]}", flush=True)
+                print(f"{case} {name} refused {params}: {first_line(error)}", flush=True)
                 del contenders[name]
         timed = {name: [call] * calls for name, call in contenders.items()}
         for state, times in in_turns(timed, self.sustained, ROUNDS).items():
             line = []
             for name, ms in times.items():
                 gbs = num_bytes / ms / 1e6 if num_bytes else None
-                peer = "torch" if name == "torch.topk" else name
-                record = Record(case, name, params, ms=ms, gbs=gbs, state=state, version=version_of(peer))
+                record = Record(case, name, params, ms=ms, gbs=gbs, state=state, version=version_of(name))
                 record.note = notes.get(name, "")
                 self.records.append(record)
                 rate = f" {gbs:.0f} GB/s" if gbs else ""
@@ -196,7 +212,7 @@ class IndexerBench:
     def fused(self) -> None:
         """`index_topk`, over a scratch of all rows and, for a prompt of one request, of as many as 256 MB hold.
 
-        Beside it DeepGEMM's logits and fast_topk, one after the other.
+        Beside it DeepGEMM's logits and fast_topk, one after the other: they end with positions, ours with slots.
         """
         for batch, length, tokens in [(*cell, 1) for cell in DECODE] + [PROMPT]:
             keys = PagedKeys(batch, length)
@@ -228,10 +244,10 @@ class IndexerBench:
             self.cell("index_logits", params, {"attnops": ours, **theirs}, 3, digest=in_rows(end))
             chosen = torch.empty(rows, K, dtype=torch.int32, device=DEVICE)
             select = partial(ops.topk_select, out, end, K, indices=chosen)
-            contenders: dict[str, Call] = {"attnops": lambda c=ours, s=select: (c(), s())}
+            contenders: dict[str, Call] = {"attnops": lambda c=ours, s=select: (c(), s())[1]}
             if theirs and self.peers.fast_topk is not None:
                 contenders["DeepGEMM, fast_topk"] = lambda f=theirs["DeepGEMM"], n=end: self.peers.fast_topk(f(), n, K)
-            self.cell("logits and selection", params, contenders, 3)
+            self.cell("logits and selection", params, contenders, 3, digest=selected(out))
 
     def keys(self) -> None:
         for tokens in STORED:
@@ -295,8 +311,8 @@ def main() -> None:
     for part in options.parts.split(","):
         getattr(bench, part)()
         torch.cuda.empty_cache()
-    if options.write and not options.dry:
-        write(bench.records, "h200-indexer", Path(options.out))
+        if options.write and not options.dry:
+            write(bench.records, "h200-indexer", Path(options.out))
 
 
 if __name__ == "__main__":

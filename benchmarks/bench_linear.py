@@ -2,8 +2,10 @@
 
 A cell is a CUDA graph of several calls, each over slots of its own, replayed and timed with events. A floor is the time
 of the bytes that a call cannot avoid, at the rates of issue 21: 4.65 TB/s read, 4.2 TB/s copied. `--cpu` times the CPU,
-beside transformers' plain torch. `--peers` times SGLang's and FLA's kernels too, where `linear_peers.py` finds them, in
-turns with attnops. `--only first` times the first call of each op in a process of its own.
+beside transformers' plain torch. `--peers` times SGLang's and FLA's kernels too, where `linear_peers.py` finds them: as
+many calls over the same slots, in a graph as well, replayed in turns with attnops. A peer is compared with attnops
+first, and not timed where the two differ. `linear_warm.py` compiles the peers' kernels before, in many processes.
+`--only first` times the first call of each op in a process of its own. `--write` records each cell as it is done.
 """
 
 from __future__ import annotations
@@ -16,28 +18,53 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 from attnops import ops
-from bench_paged_kv import graph_ms
-from linear_cells import CONV_DECODES, DECODES, GDN, PREFILLS, TREE, Drawn, Model, drawn_cells
-from linear_peers import Calls, Peers, torch_chunk
+from linear_cells import (
+    CONV_DECODES,
+    CONVOLUTIONS,
+    DECODES,
+    GDN,
+    PREFILLS,
+    TREE,
+    VERIFIES,
+    Drawn,
+    Model,
+    drawn_cells,
+)
+from linear_peers import Calls, PeerCall, Peers, quick_tuning, torch_chunk
 from records import Record, cpu_name, write
 from torch import Tensor
 
 COPY, READ = 4.2e9, 4.65e9  # bytes a millisecond
 POOL = 3 * 2**30  # bytes of states
+AGREE = 0.03  # the relative Frobenius norm by which a peer may differ: of a state in bf16, two ways of rounding
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a first call of attnops changes. pools: the states to compare first. lengths: of rings, empty meanwhile."""
+
+    out: Tensor
+    pools: list[Tensor]
+    slots: Tensor
+    lengths: Tensor | None = None
 
 
 class Bench:
     """Cells of one device, and their records."""
 
-    def __init__(self, device: str, rounds: int, peers: Peers | None = None):
-        self.device, self.rounds, self.peers = device, rounds, peers
+    def __init__(self, device: str, rounds: int, peers: Peers | None = None, save: str = ""):
+        """save: the name of the result file that takes each cell as it is done."""
+        self.device, self.rounds, self.peers, self.save = device, rounds, peers, save
         self.records: list[Record] = []
+        self.failed = self.tries = self.skip = 0
         self.copied = COPY
+        self.generator = torch.Generator(device).manual_seed(0)  # none that a failed capture could spoil
 
     def copy_rate(self) -> None:
         """The floor of a CPU: a plain copy as large as a batch of states."""
@@ -45,7 +72,12 @@ class Bench:
         self.copied = 2 * source.nbytes / _cpu_ms([partial(target.copy_, source)], 9)
 
     def tensor(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.randn(shape, device=self.device).to(dtype)
+        return torch.randn(shape, device=self.device, generator=self.generator).to(dtype)
+
+    def pool(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """States, random where peers read them, since zeros look alike in any layout."""
+        states = torch.zeros(shape, dtype=dtype, device=self.device)
+        return states.normal_(generator=self.generator) if self.peers else states
 
     def indices(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
@@ -57,34 +89,104 @@ class Bench:
         calls: list[Callable[[], object]],
         floor_ms: float,
         peers: list[Calls] | None = None,
+        check: Check | None = None,
     ) -> None:
         """peers: for each turn, calls by their names."""
-        ms = self.time(calls)
+        notes = self.compare(case, calls[0], peers[0], check) if peers else {}
+        contenders = {"attnops": calls} | {name: [turn[name] for turn in peers or ()] for name in notes}
+        times = self.time(case, contenders)
+        if "attnops" not in times:
+            raise RuntimeError(f"{case}: attnops was not timed: {params}")
+        ms, first = times.pop("attnops"), len(self.records)
         floor_ms *= COPY / self.copied  # on a CPU, of its own rate
-        found: dict[str, float] = {}
-        for name in peers[0] if peers else ():
-            try:
-                found[name] = self.time([turn[name] for turn in peers or ()])
-            except Exception as error:  # a peer's own
-                print(f"{case}: {name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-        if found:
-            ms = (ms + self.time(calls)) / 2  # before and after them
-        note = f"floor {1e3 * floor_ms:.1f} us, {floor_ms / ms:.2f} of it"
+        note = f"floor {1e3 * floor_ms:.1f} us, {floor_ms / ms:.2f} of it" if floor_ms else ""
         device = {"device": cpu_name()} if self.device == "cpu" else {}
         self.records.append(Record(case, "attnops", params, ms=ms, note=note, **device))
-        for name, theirs in found.items():
-            self.records.append(Record(case, name, params, ms=theirs, version=Peers.version(name)))
-        beside = "".join(f"  {name} {1e3 * theirs:.1f} ({theirs / ms:.2f}x)" for name, theirs in found.items())
+        beside = ""
+        for name, theirs in times.items():
+            told = notes[name.removesuffix(", eager")]
+            self.records.append(Record(case, name, params, ms=theirs, version=Peers.version(name), note=told, **device))
+            beside += f"  {name} {1e3 * theirs:.1f} ({theirs / ms:.2f}x{', ' if told else ''}{told})"
         print(f"{case:16s} {1e3 * ms:9.2f} us  {note}{beside}  {params}", flush=True)
+        if self.save:
+            write(self.records[first:], self.save, whole=False)
 
-    def time(self, calls: list[Callable[[], object]]) -> float:
-        return graph_ms(calls, self.rounds) if self.device == "cuda" else _cpu_ms(calls, self.rounds)
+    def compare(self, case: str, call: Callable[[], object], peers: Calls, check: Check | None) -> dict[str, str]:
+        """The names of the peers that compute what attnops does, each with how much it differs."""
+        if check is None or not any(isinstance(peer, PeerCall) for peer in peers.values()):
+            return dict.fromkeys(peers, "")
+        slots = check.slots.long()
+        starts, found = [pool[slots] for pool in check.pools], {}
+        lengths = None if check.lengths is None else check.lengths.clone()
+
+        def begin(key_first: bool = False) -> None:
+            for pool, start in zip(check.pools, starts, strict=True):
+                turned = key_first and pool is check.pools[0]
+                pool[slots] = start.mT.reshape(start.shape) if turned else start
+
+        if check.lengths is not None:
+            check.lengths.zero_()
+        call()
+        wanted = [check.out.float(), check.pools[0][slots].float()]
+        for name, peer in peers.items():
+            if not isinstance(peer, PeerCall):
+                found[name] = ""
+                continue
+            try:
+                begin(peer.key_first)
+                out, state = peer.read(peer())
+                state = state.mT if peer.key_first and state is not None else state
+                pairs = [(out, wanted[0])] + ([] if state is None else [(state, wanted[1])])
+                worst = max(float((got.float().reshape(want.shape) - want).norm() / want.norm()) for got, want in pairs)
+            except Exception as error:  # a peer's own
+                print(f"{case}: {name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+                continue
+            if worst <= AGREE:
+                found[name] = f"differs by {worst:.1e}"
+            else:
+                print(f"{case}: {name}: differs by {worst:.1e} from attnops, and is not timed", flush=True)
+        begin()
+        if check.lengths is not None:
+            check.lengths.copy_(lengths)
+        return found
+
+    def time(self, case: str, contenders: dict[str, list[Callable[[], object]]]) -> dict[str, float]:
+        """Median milliseconds of a call, the contenders in turns. ", eager": what no graph could capture."""
+        if self.device == "cpu":
+            return {name: _cpu_ms(calls, self.rounds) for name, calls in contenders.items()}
+        torch.cuda.empty_cache()
+        replays: dict[str, Callable[[], object]] = {}
+        for name, calls in contenders.items():
+            try:
+                for call in calls:
+                    call()
+                torch.cuda.synchronize()
+            except Exception as error:
+                print(f"{case}: {name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+                continue
+            try:
+                replays[name] = _captured(calls).replay
+            except Exception as error:
+                print(f"{case}: {name}: no graph: {type(error).__name__}: {str(error)[:200]}", flush=True)
+                replays[f"{name}, eager"] = partial(_all, calls)
+        times: dict[str, list[float]] = {name: [] for name in replays}
+        for turn in range(self.rounds + 1):
+            for name, replay in replays.items():
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start.record()
+                replay()
+                end.record()
+                end.synchronize()
+                if turn:
+                    calls = contenders[name.removesuffix(", eager")]
+                    times[name].append(start.elapsed_time(end) / len(calls))
+        return {name: statistics.median(taken) for name, taken in times.items()}
 
     def decode(self, model: Model, batch: int, kept: torch.dtype, pool_bytes: int = POOL) -> None:
         """One token for each request."""
         per_slot = model.heads * model.values * model.keys * kept.itemsize
         num_slots = max(pool_bytes // per_slot // batch, 2) * batch
-        states = torch.zeros(num_slots, model.heads, model.values, model.keys, dtype=kept, device=self.device)
+        states = self.pool(num_slots, model.heads, model.values, model.keys, dtype=kept)
         q, k = self.tensor(batch, model.groups, model.keys), self.tensor(batch, model.groups, model.keys)
         v = self.tensor(batch, model.heads, model.values)
         a = self.tensor(batch, model.heads, *([model.keys] if model.channels else []))
@@ -99,7 +201,7 @@ class Bench:
             else:
                 dt = None if model.constant else a
                 calls.append(partial(ops.ssd_decode, v, dt, per_head - 1, k, q, dt_softplus=dt is not None, **given))
-            if self.peers and turn < 16:
+            if self.peers:
                 if model.delta:
                     beside.append(self.peers.delta_step(q, k, v, a, b, per_head, bias, states, slots))
                 elif model.constant:
@@ -108,14 +210,15 @@ class Bench:
                 else:
                     beside.append(self.peers.ssd_step(v, a, per_head - 1, k, q, states, slots))
         params = {"model": model.name, "batch": batch, "states": str(kept).removeprefix("torch.")}
-        self.cell("linear_decode", params, calls, 2 * batch * per_slot / COPY, beside)
+        check = Check(out, [states], self.indices(list(range(batch))))
+        self.cell("linear_decode", params, calls, 2 * batch * per_slot / COPY, beside, check)
 
     def conv_decode(self, model: Model, batch: int, kept: torch.dtype) -> None:
         """A step's convolution and recurrence in one call, beside the two."""
         per_slot = model.heads * model.values * model.keys * kept.itemsize
         channels = 2 * model.groups * model.keys + model.heads * model.values
         num_slots = max(POOL // per_slot // batch, 2) * batch
-        states = torch.zeros(num_slots, model.heads, model.values, model.keys, dtype=kept, device=self.device)
+        states = self.pool(num_slots, model.heads, model.values, model.keys, dtype=kept)
         conv_states, x = self.tensor(num_slots, channels, 3), self.tensor(batch, channels)
         weight, mixed = self.tensor(channels, 4), self.tensor(batch, channels)
         a = self.tensor(batch, model.heads, *([model.keys] if model.channels else []))
@@ -135,17 +238,16 @@ class Bench:
             pair: Calls = {
                 "attnops, two launches": partial(_both, first, partial(ops.delta_decode, q, k, v, a, b, **given))
             }
-            if self.peers and turn < 16:
-                conv = self.peers.convolution(x, weight, conv_states[turn * batch :], None).get("FLA")
-                steps = self.peers.delta_step(q, k, v, a, b, per_head, bias, states, slots)
-                pair |= {
-                    f"{name}, FLA's convolution": partial(_both, conv, call) for name, call in steps.items() if conv
-                }
+            if self.peers:
+                pair |= self.peers.conv_delta_step(
+                    x, weight, conv_states, (model.groups, model.heads, model.keys, model.values), a, b, per_head, bias,
+                    states, slots,
+                )  # fmt: skip
             beside.append(pair)
         params = {"model": model.name, "batch": batch, "states": str(kept).removeprefix("torch.")}
         num_bytes = 2 * batch * (per_slot + 3 * channels * 2)
-        beside = beside[:16] if self.peers else beside
-        self.cell("linear_conv_decode", params, calls, num_bytes / COPY, beside)
+        check = Check(out, [states, conv_states], self.indices(list(range(batch))))
+        self.cell("linear_conv_decode", params, calls, num_bytes / COPY, beside, check)
 
     def first_calls(self) -> None:
         """The first call of each op in a process that has done nothing else with attnops: its kernels are loaded."""
@@ -164,6 +266,7 @@ class Bench:
         total, batch = sum(lengths), len(lengths)
         bounds, zeros = self.indices([sum(lengths[:i]) for i in range(batch + 1)]), self.indices([0] * batch)
         per_head, calls, beside = torch.zeros(model.heads, device=self.device), [], []
+        slots, checks = self.indices(list(range(batch))), []
         for _ in range(2):
             q, k = self.tensor(total, model.groups, model.keys), self.tensor(total, model.groups, model.keys)
             v = self.tensor(total, model.heads, model.values)
@@ -171,7 +274,7 @@ class Bench:
             b, bias = self.tensor(total, model.heads), torch.zeros(a.shape[1:], device=self.device)
             states = torch.zeros(batch, model.heads, model.values, model.keys, dtype=kept, device=self.device)
             given = {"states": states, "cu_seqlens": bounds, "prefix_lens": zeros, "out": torch.empty_like(v)}
-            given |= {"state_indices": self.indices(list(range(batch))), "plan": ops.delta_plan(bounds)}
+            given |= {"state_indices": slots, "plan": ops.delta_plan(bounds)}
             if model.delta:
                 calls.append(partial(ops.delta_prefill, q, k, v, a, b, A_log=per_head, dt_bias=bias, **given))
             else:
@@ -179,20 +282,19 @@ class Bench:
                 calls.append(partial(ops.ssd_prefill, v, dt, per_head - 1, k, q, dt_softplus=dt is not None, **given))
             if self.device == "cpu" and model.delta and not model.channels:
                 beside.append(torch_chunk(q, k, v, a, b, per_head, bias, batch))
+            checks.append(Check(given["out"], [states], slots))
             if self.peers:
                 if model.delta:
-                    beside.append(self.peers.delta_prompts(q, k, v, a, b, per_head, bias, states, bounds))
+                    beside.append(self.peers.delta_prompts(q, k, v, a, b, per_head, bias, states, slots, bounds))
                 elif model.constant:
-                    slots = given["state_indices"]
                     beside.append(self.peers.lightning(q, k, v, per_head - 1, states, slots, bounds, False))
-                else:  # whose scan takes prompts of one length
-                    equal = len(set(lengths)) == 1
-                    beside.append(self.peers.ssd_prompts(v, a, per_head - 1, k, q, lengths) if equal else {})
+                else:
+                    beside.append(self.peers.ssd_prompts(v, a, per_head - 1, k, q, states, slots, bounds, lengths))
         drawn = f"{batch}, together {total}, the longest {max(lengths)}"
         of_all = f"{batch} x {lengths[0]}" if len(set(lengths)) == 1 else drawn
         params = {"model": model.name, "lengths": of_all}
         params |= {} if kept == torch.float32 else {"states": str(kept).removeprefix("torch.")}
-        self.cell("linear_prefill", params, calls, floor_us / 1e3, beside)
+        self.cell("linear_prefill", params, calls, floor_us / 1e3, beside, checks[0] if self.peers else None)
 
     def verify(
         self, batch: int, drafts: int, tree: bool, model: Model = GDN, kept: torch.dtype = torch.float32
@@ -201,7 +303,7 @@ class Bench:
         per_slot, rows = model.heads * model.values * model.keys * kept.itemsize, 16
         num_slots = max(POOL // per_slot // batch, 2) * batch
         wide = {"dtype": torch.float32}
-        states = torch.zeros(num_slots, model.heads, model.values, model.keys, dtype=kept, device=self.device)
+        states = self.pool(num_slots, model.heads, model.values, model.keys, dtype=kept)
         channels = [model.keys] if model.channels else []
         rings = {
             "ring_u": self.tensor(num_slots, model.heads, rows, model.values, **wide),
@@ -223,10 +325,14 @@ class Bench:
         path = self.indices([list(range(drafts))] * batch)  # type: ignore[list-item]
         count, commit = self.indices([min(3, drafts)] * batch), ops.delta_commit if model.delta else ops.ssd_commit
         calls, folds, steps, beside = [], [], [], []
-        kinds = (model.heads, model.values, model.keys)
-        plain = model.delta and not model.channels and not tree and drafts >= 3
-        snapshots = torch.zeros(batch, drafts, *kinds, device=self.device) if self.peers and plain else None
-        for turn in range(min(num_slots // batch, 32)):
+        turns, peers, accepted = min(num_slots // batch, 32), self.peers, min(3, drafts)
+        parents, snapshots = None, []
+        if peers:  # a layer has its own snapshots: as many as leave L2
+            parents = self.indices([TREE[:drafts]] * batch) if tree else None  # type: ignore[list-item]
+            layers = min(turns, max(2**28 // (batch * drafts * per_slot), 1))
+            kinds = (layers, batch, drafts, model.heads, model.values, model.keys)
+            snapshots = list(torch.zeros(kinds, dtype=kept, device=self.device))
+        for turn in range(turns):
             given = {**rings, "state_indices": self.indices(list(range(turn * batch, (turn + 1) * batch)))}
             options = {**given, "states": states, "tree_mask": mask, "out": out}
             if model.delta:
@@ -236,40 +342,61 @@ class Bench:
                 calls.append(partial(ops.ssd_verify, v, dt, per_head - 1, k, q, **options))
             folds.append(partial(commit, states, path, count, fold=True, **given))
             steps += [calls[-1], partial(commit, states, path, count, **given)]
-            if self.peers and snapshots is not None and turn < 8:
-                slots = given["state_indices"]
-                beside.append(self.peers.verify(q, k, v, a, b, per_head, per_head, states, slots, snapshots, None))
+            if peers:
+                slots, layer = given["state_indices"], snapshots[turn % len(snapshots)]
+                kind = model.name.split()[0]
+                beside.append(
+                    peers.verify(q, k, v, a, b, per_head, bias, kind, states, slots, layer, parents, accepted)
+                )
         params = {"model": model.name, "batch": batch, "drafts": drafts, "tree": tree}
         params |= {} if kept == torch.float32 else {"states": str(kept).removeprefix("torch.")}
         self.cell("linear_verify", params, calls, batch * per_slot / READ)
-        self.step(params, steps, batch * per_slot, rings["ring_len"], beside)
+        check = Check(out, [states], self.indices(list(range(batch))), rings["ring_len"])
+        self.step(params, steps, batch * per_slot, rings["ring_len"], beside, check)
         self.cell("linear_fold", params, folds, 2 * batch * per_slot / COPY)
+
+    def tried(self, cell: Callable[..., None], *options: object, **named: object) -> None:
+        """A cell that fails is told, and the others go on: in a new process, if it has spoilt the device for this."""
+        self.tries += 1
+        if self.tries <= self.skip:
+            return
+        try:
+            cell(*options, **named)
+        except Exception as error:
+            self.failed += 1
+            print(f"{cell.__name__}{options}: {type(error).__name__}: {str(error)[:500]}", flush=True)
+            try:
+                if self.device == "cuda":
+                    torch.cuda.synchronize()
+            except Exception:
+                print(f"the device is lost: go on with --from {self.tries}", flush=True)
+                raise SystemExit(3) from None
 
     def fixed(self, only: str) -> None:
         """The cells of issue 21."""
         if only in ("", "decode"):
             for cell in DECODES:
-                self.decode(*cell)
-        if only in ("", "conv_decode"):
-            for cell in CONV_DECODES:
-                self.conv_decode(*cell)
-        if only in ("", "first"):
-            self.first_calls()
-        if only in ("", "convolve"):
-            self.convolve(8192, 8192, 1, update=False)
-            self.convolve(8192, 8192, 64, update=False)
-            self.convolve(64, 8192, 64, update=True)
-            self.convolve(1, 8192, 1, update=True)
-            self.copy()
+                self.tried(self.decode, *cell)
         if only in ("", "prefill"):
             for prompts in PREFILLS:
-                self.prefill(*prompts)
+                self.tried(self.prefill, *prompts)
         if only in ("", "verify"):
-            for batch, drafts, tree in ((1, 4, False), (64, 4, False), (64, 8, False), (64, 8, True)):
-                self.verify(batch, drafts, tree)
+            for drafts in VERIFIES:
+                self.tried(self.verify, *drafts)
+        if only in ("", "conv_decode"):
+            for cell in CONV_DECODES:
+                self.tried(self.conv_decode, *cell)
+        if only in ("", "convolve"):
+            for tokens in CONVOLUTIONS:
+                self.tried(self.convolve, *tokens)
+            self.tried(self.copy)
+        if only in ("", "first"):  # six processes: last, should the time not suffice
+            self.tried(self.first_calls)
 
     def drawn(self, cell: Drawn) -> None:
-        if cell.kind == "decode":
+        if cell.kind == "conv_decode":
+            self.conv_decode(cell.model, len(cell.lengths), cell.kept)
+        elif cell.kind == "decode":
             self.decode(cell.model, len(cell.lengths), cell.kept)
         elif cell.kind == "verify":
             self.verify(len(cell.lengths), cell.drafts, cell.tree, cell.model, cell.kept)
@@ -277,47 +404,55 @@ class Bench:
             self.prefill(cell.model, cell.lengths, 0, cell.kept)
 
     def summary(self) -> None:
-        """The best peer of each cell over attnops: geometric mean, 5th percentile, the least."""
+        """The best peer of each cell over attnops, prefill apart too: geometric mean, 5th percentile, slow cells."""
         own = {str((r.case, r.params)): r.ms for r in self.records if r.peer == "attnops"}
-        best: dict[str, float] = {}
+        best: dict[str, tuple[float, str]] = {}
         for record in self.records:
             if not record.peer.startswith("attnops"):
                 key = str((record.case, record.params))
-                best[key] = min(best.get(key, math.inf), record.ms)
-        ratios = sorted(best[key] / own[key] for key in best)
-        if ratios:
-            mean = math.exp(statistics.fmean(math.log(r) for r in ratios))
-            fifth = ratios[len(ratios) // 20]
-            print(f"{len(ratios)} cells: best peer {mean:.2f}x, 5th percentile {fifth:.2f}x, least {ratios[0]:.2f}x")
+                best[key] = min(best.get(key, (math.inf, "")), (record.ms, record.peer))
+        prompts = {key for key in best if "prefill" in key}
+        for kind, keys in (("all", set(best)), ("decode and verify", best.keys() - prompts), ("prefill", prompts)):
+            ratios = sorted(best[key][0] / own[key] for key in keys)
+            if ratios:
+                mean = math.exp(statistics.fmean(math.log(r) for r in ratios))
+                fifth, share = ratios[len(ratios) // 20], f"{len(ratios)} cells, {kind}"
+                print(f"{share}: best peer {mean:.2f}x, 5th percentile {fifth:.2f}x, least {ratios[0]:.2f}x")
+        for key, (ms, peer) in best.items():
+            if ms < 0.97 * own[key]:
+                print(f"below 0.97x: {ms / own[key]:.2f}x {peer} {key}")
 
-    def step(self, params: dict, calls: list, state_bytes: int, lengths: Tensor, beside: list[Calls]) -> None:
+    def step(self, params: dict, calls: list, state_bytes: int, lengths: Tensor, beside: list[Calls],
+             check: Check) -> None:  # fmt: skip
         """A verification and its commit, up to three drafts accepted. In each step as many rings are folded."""
         accepted = min(3, params["drafts"])
         per_fold = (16 - params["drafts"]) // accepted + 1  # steps from a fold to the next
         lengths.copy_(accepted * (torch.arange(len(lengths), device=self.device) % per_fold))
         pairs = [partial(_both, *calls[i : i + 2]) for i in range(0, len(calls), 2)]
         floor = state_bytes / READ + 2 * state_bytes / COPY / per_fold
-        self.cell("linear_verify_commit", params, pairs, floor, beside)
+        self.cell("linear_verify_commit", params, pairs, floor, beside, check)
         lengths.fill_(4)
 
     def convolve(self, tokens: int, channels: int, batch: int, update: bool) -> None:
-        calls, beside = [], []
-        weight = self.tensor(channels, 4)
+        calls, beside, checks = [], [], []
+        weight, slots = self.tensor(channels, 4), self.indices(list(range(batch)))
+        bounds = None if update else self.indices([i * tokens // batch for i in range(batch + 1)])
         for _ in range(4):
             x, out = self.tensor(tokens, channels), self.tensor(tokens, channels)
-            states, slots = self.tensor(batch, channels, 3), self.indices(list(range(batch)))
+            states = self.tensor(batch, channels, 3)
             given = {"conv_states": states, "state_indices": slots, "out": out}
             if update:
                 calls.append(partial(ops.causal_conv1d_update, x, weight, None, **given))
-                bounds = None
             else:
-                bounds = self.indices([i * tokens // batch for i in range(batch + 1)])
                 calls.append(partial(ops.causal_conv1d, x, weight, None, cu_seqlens=bounds, **given))
+            checks.append(Check(out, [states], slots))
             if self.peers:
-                beside.append(self.peers.convolution(x, weight, states, bounds))
+                lengths = [tokens // batch] * batch
+                beside.append(self.peers.convolution(x, weight, states, slots, bounds, lengths))
         name = "causal_conv1d_update" if update else "causal_conv1d"
         num_bytes = 4 * tokens * channels + 12 * batch * channels
-        self.cell(name, {"tokens": tokens, "channels": channels, "batch": batch}, calls, num_bytes / COPY, beside)
+        params = {"tokens": tokens, "channels": channels, "batch": batch}
+        self.cell(name, params, calls, num_bytes / COPY, beside, checks[0])
 
     def copy(self) -> None:
         """75 MB: a request's states of 36 layers."""
@@ -329,6 +464,25 @@ class Bench:
 def _both(first: Callable[[], object], second: Callable[[], object]) -> None:
     first()
     second()
+
+
+def _all(calls: list[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
+
+
+def _captured(calls: list[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+    """A graph of calls that have run once. A call that waits for the device raises before the capture would break."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        _all(calls)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _all(calls)
+    return graph
 
 
 def _cpu_ms(calls: list[Callable[[], object]], rounds: int) -> float:
@@ -349,23 +503,32 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a group: decode, conv_decode, convolve, prefill, verify, first")
     parser.add_argument("--seed", type=int, help="cells that this seed draws, in place of the fixed ones")
     parser.add_argument("--cells", type=int, default=40, help="how many of them")
+    parser.add_argument("--from", type=int, default=0, dest="skip", help="how many cells to skip")
     parser.add_argument("--write", action="store_true", help="record the results")
     parser.add_argument("--name", default="cpu", help="prefix of the CPU's result file")
     options = parser.parse_args()
-    bench = Bench("cpu" if options.cpu else "cuda", options.rounds, Peers() if options.peers else None)
+    drawn = options.seed is not None
+    name = f"{options.name}-linear" if options.cpu else f"h200-linear{'-drawn' if drawn else ''}"
+    if options.peers and not options.cpu:
+        quick_tuning()
+    peers = Peers() if options.peers else None
+    bench = Bench("cpu" if options.cpu else "cuda", options.rounds, peers, name if options.write else "")
+    bench.skip = options.skip
     if options.cpu:
         bench.copy_rate()
         bench.decode(GDN, 16, torch.float32, 2**28)
         bench.prefill(GDN, [2048], 0)
         bench.first_calls()
-    elif options.seed is not None:
+    elif drawn:
         for cell in drawn_cells(options.seed, options.cells):
-            bench.drawn(cell)
-        bench.summary()
+            bench.tried(bench.drawn, cell)
     else:
         bench.fixed(options.only)
+    bench.summary()
     if options.write:
-        write(bench.records, f"{options.name}-linear" if options.cpu else "h200-linear")
+        write(bench.records, name, whole=not (drawn or bench.failed or bench.skip))
+    if bench.failed:
+        raise SystemExit(f"{bench.failed} cells failed")
 
 
 if __name__ == "__main__":

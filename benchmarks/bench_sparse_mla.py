@@ -10,7 +10,6 @@ of queries and lists; plans and schedules are made before. Contenders replay in 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -55,6 +54,18 @@ class Calls:
             call()
 
 
+def first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def finished(call: Call) -> Any:
+    """What a first call returns. An error of its kernels is raised here, not in whatever runs next."""
+    answer = call()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    return answer
+
+
 def captured(calls: list[Call]) -> torch.cuda.CUDAGraph | Calls:
     if DEVICE == "cpu":
         return Calls(calls)
@@ -90,7 +101,14 @@ def in_turns(
     contenders: dict[str, list[Call]], sustained: bool, rounds: int | None = None
 ) -> dict[str, dict[str, float]]:
     """Milliseconds of a call by state and contender."""
-    graphs = {name: captured(calls) for name, calls in contenders.items()}
+    graphs = {}
+    for name, calls in contenders.items():
+        try:
+            graphs[name] = captured(calls)
+        except Exception as error:  # a peer that cannot be captured is named, and the others are timed
+            if name.startswith("attnops"):
+                raise
+            print(f"{name} is not captured: {first_line(error)}", flush=True)
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(ROUNDS if rounds is None else rounds):
         for name, graph in graphs.items():
@@ -106,12 +124,6 @@ def in_turns(
             result["sustained"][name] = statistics.median(values[len(values) // 2 :])
         time.sleep(0.2)
     return result
-
-
-def version(peer: str) -> str:
-    """Of the distribution, else of the pack of peers that the environment names."""
-    packed = dict(part.split("=", 1) for part in os.environ.get("PEER_VERSIONS", "").split(";") if "=" in part)
-    return version_of(peer) or packed.get(peer.split(",")[0].lower(), "")
 
 
 def paged_rows(kind: str, rows: int) -> Tensor:
@@ -155,30 +167,31 @@ class SparseBench:
             try:
                 __import__(module)
                 self.peers.add(peer)
-            except ImportError as error:
-                print(f"no {peer}: {error}", flush=True)
+            except Exception as error:  # also a library that does not load
+                print(f"no {peer}: {first_line(error)}", flush=True)
 
     def cell(self, case: str, params: dict, contenders: dict[str, list[Call]], work: float = 0.0) -> None:
         """Times the contenders' calls and notes how far the first call of each is from ours. `work`: operations."""
-        firsts = {}
+        ours, notes = None, {}
         for name, calls in list(contenders.items()):
             try:
-                result: Any = calls[0]()
-                firsts[name] = (result[0] if isinstance(result, (tuple, list)) else result).clone()
+                result = finished(calls[0])
+                first = (result[0] if isinstance(result, (tuple, list)) else result).clone()
+                if name == "attnops":
+                    ours = first
+                elif ours is not None:
+                    theirs = first.view(-1, first.shape[-2], 512)[:, : params.get("heads", 0)]
+                    notes[name] = f"differs from ours by {relative_error(theirs, ours.view_as(theirs)):.1e}"
             except Exception as error:  # a peer that refuses the cell is named, and the others are timed
-                print(f"{case} {name} refused {params}: {str(error)[:200]}", flush=True)
+                print(f"{case} {name} refused {params}: {first_line(error)}", flush=True)
                 del contenders[name]
         for state, times in in_turns(contenders, self.sustained).items():
             line = []
             for name, ms in times.items():
                 tflops = work / ms / 1e9 if work else None
-                far = None
-                if name != "attnops" and "attnops" in firsts:
-                    theirs = firsts[name].view(-1, firsts[name].shape[-2], 512)[:, : params.get("heads", 0)]
-                    far = relative_error(theirs, firsts["attnops"].view_as(theirs))
-                note = "" if far is None else f"differs from ours by {far:.1e}"
+                note = notes.get(name, "")
                 self.records.append(
-                    Record(case, name, params, ms=ms, tflops=tflops, state=state, note=note, version=version(name))
+                    Record(case, name, params, ms=ms, tflops=tflops, state=state, note=note, version=version_of(name))
                 )
                 line.append(f"{name} {ms * 1e3:.1f} us" + (f" {tflops:.0f} TFLOP/s" if work else "") + f" {note}")
             print(f"{case} {state} {params}: " + ", ".join(line), flush=True)
@@ -243,7 +256,7 @@ class SparseBench:
             from sgl_kernel.flash_mla import flash_mla_sparse_fwd
 
             wide = padded(q, 1)
-            kv = pool.view(-1, 1, 576) if kind == "bf16" else torch.randn(rows, 1, 576, device=DEVICE, dtype=BF16)
+            kv = pool.view(-1, 1, 576) if kind == "bf16" else dequantized(pool)
             name = "FlashMLA" if kind == "bf16" else "FlashMLA, bf16 rows"
             contenders[name] = [lambda: flash_mla_sparse_fwd(wide, kv, indices.unsqueeze(1), SCALE)]
         params = {"heads": heads, "tokens": tokens, "keys": rows, "k": TOPK, "rows": kind}
@@ -309,8 +322,19 @@ class SparseBench:
         out = q.new_empty(batch, tokens, heads, 512)
         return lambda: ops.sparse_mla_decode(q, pool, indices, plan, softmax_scale=SCALE, out=out, **more)
 
-    def flash_mla(self, q: Tensor, pool: Tensor, indices: Tensor, sinks: Tensor | None = None, *extra: Tensor) -> Call:
-        """Their call, which makes its schedule when it first runs. Heads are padded to 64."""
+    def flash_mla(
+        self,
+        q: Tensor,
+        pool: Tensor,
+        indices: Tensor,
+        sinks: Tensor | None = None,
+        *extra: Tensor,
+        lengths: Tensor | None = None,
+    ) -> Call:
+        """Their call, which makes its schedule when it first runs. Heads are padded to 64.
+
+        `lengths`: ``[B, S_q]`` of the last list, of which a request's longest is given.
+        """
         if "FlashMLA" not in self.peers:
             return lambda: None
         from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
@@ -323,6 +347,8 @@ class SparseBench:
             sinks = padded(sinks, 0)
             entries, lists = extra
             options |= {"attn_sink": sinks, "extra_k_cache": by_head(entries), "extra_indices_in_kvcache": lists}
+        if lengths is not None:
+            options["extra_topk_length" if extra else "topk_length"] = lengths.amax(1)
         return lambda: flash_mla_with_kvcache(wide, by_head(pool), None, None, 512, schedule, **options)
 
     def fa3(self, q: Tensor, pool: Tensor, indices: Tensor) -> Call:
@@ -341,6 +367,11 @@ class SparseBench:
 
 def by_head(pool: Tensor) -> Tensor:
     return pool.view(FP8).unsqueeze(2)
+
+
+def dequantized(pool: Tensor) -> Tensor:
+    """Rows of 656 bytes as bf16 ``[rows, 1, 576]``, for peers that read no others."""
+    return reference.unpack_mla_fp8_rows(pool.view(-1, 656)).to(BF16).unsqueeze(1)
 
 
 def padded(x: Tensor, dim: int) -> Tensor:

@@ -6,8 +6,9 @@
 Sets are decode over three kinds of rows, and those of sampled_indexer.py: prefill, logits, selection.
 
 A seed draws cells by the law below. FlashMLA gets heads padded to 64 or 128, lists padded to a multiple of 64 by -1,
-and pages of 64. A cell's figure is the best peer's time over attnops', plans and schedules made before. A cell that no
-peer runs is judged against its roofline: 1.15x of it, or 8 us more, whichever is longer.
+and pages of 64. Where lists have lengths it also takes its turns with them: of a request the longest. A cell's figure
+is the best peer's time over attnops', plans and schedules made before. A cell that no peer runs is judged against its
+roofline: 1.15x of it, or 8 us more, whichever is longer.
 """
 
 from __future__ import annotations
@@ -26,8 +27,20 @@ import torch
 from attnops import ops
 from attnops.metadata import SparseMlaPlan
 from bench_indexer import difference
-from bench_sparse_mla import BF16, DEVICE, SCALE, Call, SparseBench, captured, lists_of, milliseconds, paged_rows
-from records import Record, write
+from bench_sparse_mla import (
+    BF16,
+    DEVICE,
+    SCALE,
+    Call,
+    SparseBench,
+    captured,
+    finished,
+    first_line,
+    lists_of,
+    milliseconds,
+    paged_rows,
+)
+from records import Record, version_of, write
 from sampled_cells import BF16_FLOPS, READ_BYTES, THIRDS
 from sampled_indexer import LAW as MORE_LAWS
 from sampled_indexer import SETS as MORE_SETS
@@ -164,16 +177,18 @@ class SampledBench(SparseBench):
                 sinks = torch.randn(cell.heads, device=DEVICE)
                 entries = self.pool(cell.rows, 1)
                 found["attnops"].append(self.our_two_lists(q, pool, window, entries, lists, lengths, sinks))
-                theirs = self.flash_mla(q, pool, window, sinks, entries, padded_lists(lists, lengths))
+                given: tuple[Tensor, ...] = (q, pool, window, sinks, entries, padded_lists(lists, lengths))
             else:
                 found["attnops"].append(self.our_lists(q, ours, lists, lengths))
                 if cell.rows == "rows576":
                     if cell.full and cell.tokens == 1 and "FA3" in self.peers:
                         found["FA3, page 1"].append(self.fa3_list(q, pool, lists))
                     continue
-                theirs = self.flash_mla(q, pool, padded_lists(lists, lengths))
+                given = (q, pool, padded_lists(lists, lengths))
             if "FlashMLA" in self.peers:
-                found["FlashMLA"].append(theirs)
+                found["FlashMLA"].append(self.flash_mla(*given))
+                if lengths is not None:
+                    found["FlashMLA, lengths"].append(self.flash_mla(*given, lengths=lengths))
         return found
 
     def our_lists(self, q: Tensor, pool: Tensor, lists: Tensor, lengths: Tensor | None) -> Call:
@@ -232,7 +247,7 @@ class SampledBench(SparseBench):
         contenders, compared = self.calls_of(cell)
         for name, calls in contenders.items():
             try:
-                out = compared(name, calls[0]())
+                out = compared(name, finished(calls[0]))
                 if first is None:
                     first = out.clone()
                 error = difference(out, first)
@@ -240,7 +255,7 @@ class SampledBench(SparseBench):
                     raise RuntimeError(f"differs from attnops by {error:.1e}")
                 graphs[name] = captured(calls * (1 if cell.roofline > 100 else 4)), calls
             except Exception as problem:  # a peer may refuse the cell: it is named
-                print(f"  !! {cell.rows} {cell.name}: {name}: {str(problem).splitlines()[:1]}", flush=True)
+                print(f"  !! {cell.rows} {cell.name}: {name}: {first_line(problem)}", flush=True)
         times: dict[str, list[float]] = defaultdict(list)
         for _ in range(turns):
             for name, (graph, _) in graphs.items():
@@ -316,11 +331,13 @@ def main() -> None:
             for name, t in times.items():
                 note = f"best: {best}, {ratio:.3f}" if name == "attnops" else ""
                 case, params = f"sampled {rows} seed {options.seed}", dataclasses.asdict(cell)
-                records.append(Record(case, name, params, ms=t / 1e3, tflops=cell.flops / t / 1e6 or None, note=note))
+                record = Record(case, name, params, ms=t / 1e3, tflops=cell.flops / t / 1e6 or None, note=note)
+                record.version = version_of(name)
+                records.append(record)
         if results:
             summary(rows, results)
-    if options.write:
-        write(records, "h200-sparse_sampled")
+        if options.write and records:  # after each set, so that a run that is ended keeps what it has
+            write(records, "h200-sparse_sampled")
 
 
 if __name__ == "__main__":

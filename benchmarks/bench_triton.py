@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from importlib import metadata
 
 import records
 import torch
@@ -178,7 +177,6 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="results/h200-triton.jsonl")
     options = parser.parse_args()
     decode, extend = peer()
-    version = f"sglang {metadata.version('sglang')}" if decode is not None else ""
     rows, ratios = [], []
     for case, cells, bench, theirs in (
         ("triton_decode", DECODE, bench_decode, decode),
@@ -200,7 +198,7 @@ def main() -> None:
             print(f"{case} {cell}: {shown} us; {ratio:.3f}x; outputs differ by {spread:.2g}", flush=True)
             for name, value in times.items():
                 params = dict(zip(EXTEND_NAMES if case == "triton_extend" else DECODE_NAMES, cell))
-                known = version if name.startswith("sglang") else records.version_of(name)
+                known = records.version_of(name)
                 rows.append(records.Record(case, name, params, value / 1e3, version=known, device=DEVICE))
     for case in dict.fromkeys(name for name, *_ in ratios):
         values = [(ratio, price) for name, ratio, price in ratios if name == case]

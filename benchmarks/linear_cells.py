@@ -53,7 +53,8 @@ PREFILLS = [
 ]
 TREE = [-1, 0, 0, 1, 1, 2, 2, 3]  # parents
 DECODES += [(MAMBA2, n, torch.float32) for n in (1, 64, 256)] + [(LIGHTNING, 64, torch.float32)]
-
+VERIFIES = [(1, 4, False), (64, 4, False), (64, 8, False), (64, 8, True)]  # requests, drafts, whether a tree
+CONVOLUTIONS = [(8192, 8192, 1, False), (8192, 8192, 64, False), (64, 8192, 64, True), (1, 8192, 1, True)]
 
 CONV_DECODES = [(GDN, n, torch.float32) for n in (1, 8, 64, 256)] + [(GDN, 64, torch.bfloat16)]
 CONV_DECODES += [(KDA, 64, torch.float32), (GDN64, 64, torch.float32)]
@@ -61,7 +62,7 @@ CONV_DECODES += [(KDA, 64, torch.float32), (GDN64, 64, torch.float32)]
 
 @dataclass(frozen=True)
 class Drawn:
-    """A cell that a seed draws: requests are one token each, prompts, or drafts."""
+    """A cell that a seed draws: requests are one token each, behind a convolution or not, prompts, or drafts."""
 
     kind: str
     model: Model
@@ -73,6 +74,8 @@ class Drawn:
 
 def drawn_cells(seed: int, count: int) -> list[Drawn]:
     """The law. Half are decodes, 0.35 prefills, the rest verifications of chains and trees, of every kind of layer.
+
+    Of the decodes of a delta rule, one in four has its convolution in front, and its model's own dims.
 
     Heads are a model's on 1 to 8 ranks, with its dims or, three times in ten, others. Batches and lengths are even in
     their logarithms; prompts are equal, one long among short ones, or all drawn. One state in three is of bf16.
@@ -88,6 +91,8 @@ def drawn_cells(seed: int, count: int) -> list[Drawn]:
             keys, values = r.choice([(64, 64), (64, 128), (128, 64), (128, 128), *wide])
             model = replace(model, name=f"{model.name}, {keys} x {values}", keys=keys, values=values)
         kept = r.choice([torch.float32, torch.float32, torch.bfloat16])
+        if kind == "decode" and model.delta and "," not in model.name and r.random() < 0.25:
+            kind = "conv_decode"
         if kind == "prefill":
             batch, law, most = even(1, 32), r.choice(["equal", "one long", "drawn"]), even(64, 16384)
             short = max(most // 16, 1)
@@ -96,6 +101,6 @@ def drawn_cells(seed: int, count: int) -> list[Drawn]:
             if sum(lengths) <= 65536:
                 cells.append(Drawn(kind, model, lengths, kept))
             continue
-        batch = even(1, 256) if kind == "decode" else even(1, 64)
+        batch = even(1, 64) if kind == "verify" else even(1, 256)
         cells.append(Drawn(kind, model, [1] * batch, kept, r.choice([2, 3, 4, 6, 8]), r.random() < 0.3))
     return cells

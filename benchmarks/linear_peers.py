@@ -2,7 +2,7 @@
 
 SGLang's files ask its server for settings, which stand-ins answer here. Each function gives calls by the peer's name,
 or nothing where the peer has no such kernel. What a peer's step needs besides its main kernel, as gates, is in its
-call.
+call. A call knows how to read what it computed, so that it is compared with attnops before it is timed.
 """
 
 from __future__ import annotations
@@ -14,15 +14,45 @@ import inspect
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 Calls = dict[str, Callable[[], object]]
 SGLANG = "sglang.kernels.ops"
+
+
+@dataclass(frozen=True)
+class PeerCall:
+    """A call of a peer.
+
+    read: from what the call returned, the output and the states after it, in the order of `state_indices`, or None.
+    key_first: the peer keeps its states ``[K, V]``, where attnops has ``[V, K]``.
+    """
+
+    call: Callable[[], object]
+    read: Callable[[Any], tuple[Tensor, Tensor | None]]
+    key_first: bool = False
+
+    def __call__(self) -> object:
+        with torch.no_grad():
+            return self.call()
+
+
+def quick_tuning() -> None:
+    """Tune Triton's kernels in 25 ms a variant, not in 125: there are hundreds."""
+    from triton import testing
+    from triton.runtime.autotuner import Autotuner
+
+    def bench(call: Callable[[], object], quantiles: tuple[float, ...]) -> object:
+        return testing.do_bench(call, warmup=5, rep=20, quantiles=quantiles)
+
+    Autotuner.do_bench = property(lambda _: bench)
 
 
 class _Settings(types.ModuleType):
@@ -49,13 +79,16 @@ class _Settings(types.ModuleType):
 class _StandIns:
     """Finds SGLang's modules outside its kernels: none of them is run."""
 
-    KEPT = (f"{SGLANG}.attention.fla", f"{SGLANG}.attention.linear", f"{SGLANG}.mamba.triton_ops")
+    KEPT = tuple(
+        f"{SGLANG}.{kept}"
+        for kept in ("attention.fla.", "attention.linear.", "mamba.triton_ops.", "mamba.causal_conv1d_triton")
+    )
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def find_spec(self, name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
-        if name.split(".")[0] != "sglang" or name.startswith(tuple(f"{kept}." for kept in self.KEPT)):
+        if name.split(".")[0] != "sglang" or name.startswith(self.KEPT):
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
 
@@ -80,6 +113,7 @@ class Peers:
     """What is found of SGLang and FLA."""
 
     def __init__(self) -> None:
+        self._bounds = self._wide = torch.empty(0)
         found = importlib.util.find_spec("sglang")
         if found and found.submodule_search_locations:
             sys.meta_path.insert(0, _StandIns(Path(next(iter(found.submodule_search_locations)))))  # type: ignore[arg-type]
@@ -96,11 +130,15 @@ class Peers:
         self.seg_la_meta = both and _import(f"{linear}.seg_la", "SegLaMeta")
         self.ssm_step = both and _import(f"{mamba}.mamba_ssm", "selective_state_update")
         self.ssm_scan = both and _import(f"{mamba}.ssd_combined", "mamba_chunk_scan_combined")
+        conv = f"{SGLANG}.mamba.causal_conv1d_triton"
+        self.sglang_conv = both and _import(conv, "causal_conv1d_fn")
+        self.sglang_conv_step = both and _import(conv, "causal_conv1d_update")
         some = importlib.util.find_spec("fla") is not None
         self.fla_gdn = some and _import("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
         self.fla_gdn_step = some and _import("fla.ops.gated_delta_rule", "fused_recurrent_gated_delta_rule")
         self.fla_kda = some and _import("fla.ops.kda", "chunk_kda")
         self.fla_gla = some and _import("fla.ops.simple_gla", "chunk_simple_gla")
+        self.fla_gla_step = some and _import("fla.ops.simple_gla", "fused_recurrent_simple_gla")
         self.fla_kda_step = some and _import("fla.ops.kda", "fused_recurrent_kda")
         self.fla_conv = some and _import("fla.modules.causal_conv1d", "causal_conv1d")
         self.fla_conv_step = some and _import("fla.modules.causal_conv1d", "causal_conv1d_update")
@@ -117,63 +155,128 @@ class Peers:
                 continue
         return ""
 
+    def _long(self, bounds: Tensor) -> Tensor:
+        """The same tensor for the same bounds: the peers remember what they made of it, and a graph asks for that."""
+        if self._bounds is not bounds:
+            self._bounds, self._wide = bounds, bounds.long()
+        return self._wide
+
     def delta_step(self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Tensor, bias: Tensor,
                    states: Tensor, slots: Tensor) -> Calls:  # fmt: skip
         """A token of each request, states in a pool (SGLang) or apart (FLA)."""
         calls: Calls = {}
-        scale, channels = k.shape[-1] ** -0.5, a.dim() == 3
+        scale, channels, pool = k.shape[-1] ** -0.5, a.dim() == 3, partial(_slots, states, slots)
         if self.packed and not channels:
             mixed = torch.cat([t.flatten(1) for t in (q, k, v)], 1)
             out = v.new_empty(v.shape[0], 1, *v.shape[1:])
-            calls["SGLang packed"] = partial(self.packed, mixed, a, b, A_log, bias, scale, states, out, slots, True)
+            call = partial(self.packed, mixed, a, b, A_log, bias, scale, states, out, slots, True)
+            calls["SGLang packed"] = PeerCall(call, lambda found: (found[0], pool()))
         if self.update:
             row = lambda t: t.unsqueeze(0)  # noqa: E731
             bounds = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
-            calls["SGLang"] = partial(
+            call = partial(
                 self.update, A_log, a.flatten(1), bias.flatten(), 1.0, 20.0, row(q), row(k), row(v), b, states, slots,
                 use_qk_l2norm_in_kernel=True, cu_seqlens=bounds, is_kda=channels,
             )  # fmt: skip
+            calls["SGLang"] = PeerCall(call, lambda found: (found, pool()))
         step = self.fla_kda_step if channels else self.fla_gdn_step
         if step:
-            own = states[: len(q)].clone()
-            calls["FLA"] = partial(
-                step, *(t.unsqueeze(1) for t in (q, k, v, a)), beta=b.unsqueeze(1), initial_state=own,
+            call = partial(
+                step, *(t.unsqueeze(1) for t in (q, k, v, a)), beta=b.unsqueeze(1), initial_state=pool(),
                 output_final_state=True, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=A_log,
                 dt_bias=bias.flatten(), use_beta_sigmoid_in_kernel=True, state_v_first=True,
             )  # fmt: skip
-        return {name: torch.no_grad()(call) for name, call in calls.items()}
+            calls["FLA"] = PeerCall(call, lambda found: found)
+        return calls
 
-    def convolution(self, x: Tensor, weight: Tensor, states: Tensor, bounds: Tensor | None) -> Calls:
-        """FLA's, of prompts, or without `bounds` of a token of each request. Its state has a column more."""
+    def conv_delta_step(self, x: Tensor, weight: Tensor, conv_states: Tensor, heads: tuple[int, int, int, int],
+                        a: Tensor, b: Tensor, A_log: Tensor, bias: Tensor, states: Tensor,
+                        slots: Tensor) -> Calls:  # fmt: skip
+        """A convolution, then a token of each request of what it gave. heads: of keys, of values; their dims."""
+        calls: Calls = {}
+        of_keys, of_values, keys, values = heads
+        channels, scale, pool = a.dim() == 3, keys**-0.5, partial(_slots, states, slots)
+        widths = [of_keys * keys, of_keys * keys, of_values * values]
+        bounds = torch.arange(len(x) + 1, dtype=torch.int32, device=x.device)
+        if self.sglang_conv_step and self.packed and self.update:
+            convolve, packed, update = self.sglang_conv_step, self.packed, self.update
+            out = x.new_empty(len(x), 1, of_values, values)
+
+            def sglang() -> object:
+                mixed: Any = convolve(x, conv_states, weight, None, "silu", conv_state_indices=slots)
+                if not channels:
+                    return packed(mixed, a, b, A_log, bias, scale, states, out, slots, True)
+                q, k, v = (t.unflatten(1, (-1, d))[None] for t, d in zip(mixed.split(widths, 1), (keys, keys, values)))
+                options = {"use_qk_l2norm_in_kernel": True, "cu_seqlens": bounds, "is_kda": True}
+                return update(A_log, a.flatten(1), bias.flatten(), 1.0, 20.0, q, k, v, b, states, slots, **options)
+
+            calls["SGLang"] = PeerCall(sglang, lambda found: (found if channels else found[0], pool()))
+        step = self.fla_kda_step if channels else self.fla_gdn_step
+        if self.fla_conv_step and step:
+            first = self.fla_conv_step
+            cache = torch.nn.functional.pad(_slots(conv_states, slots), (1, 0))
+            gates = {"A_log": A_log, "dt_bias": bias.flatten(), "use_beta_sigmoid_in_kernel": True}
+            gates |= {"use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True}
+            states_then = {"initial_state": pool(), "output_final_state": True, "state_v_first": True}
+
+            def fla() -> object:
+                mixed: Any = first(x, cache, weight=weight, activation="silu")
+                mixed = mixed[0] if isinstance(mixed, tuple) else mixed
+                q, k, v = (
+                    t.unflatten(1, (-1, d))[:, None] for t, d in zip(mixed.split(widths, 1), (keys, keys, values))
+                )
+                return step(q, k, v, a[:, None], beta=b[:, None], **gates, **states_then)
+
+            calls["FLA"] = PeerCall(fla, lambda found: found)
+        return calls
+
+    def convolution(self, x: Tensor, weight: Tensor, states: Tensor, slots: Tensor, bounds: Tensor | None,
+                    lengths: list[int]) -> Calls:  # fmt: skip
+        """Of prompts, or without `bounds` of a token of each request. FLA's state has a column more."""
+        calls: Calls = {}
         if bounds is not None:
-            if not self.fla_conv:
-                return {}
-            call = partial(self.fla_conv, x[None], weight, activation="silu", output_final_state=True,
-                           cu_seqlens=bounds.long() if len(bounds) > 2 else None)  # fmt: skip
-        else:
-            if not self.fla_conv_step:
-                return {}
-            cache = torch.nn.functional.pad(states[: len(x)], (1, 0))
+            if self.sglang_conv:
+                some = torch.ones(len(slots), dtype=torch.bool, device=x.device)
+                call = partial(self.sglang_conv, x.T, weight, None, states, bounds, lengths, slots, some, "silu")
+                calls["SGLang"] = PeerCall(call, lambda found: (found.T, _slots(states, slots)))
+            if self.fla_conv:
+                before = torch.nn.functional.pad(_slots(states, slots), (1, 0))
+                call = partial(self.fla_conv, x[None], weight, activation="silu", initial_state=before,
+                               output_final_state=True, cu_seqlens=self._long(bounds))  # fmt: skip
+                calls["FLA"] = PeerCall(call, lambda found: (found[0], found[1][..., 1:]))
+            return calls
+        if self.sglang_conv_step:
+            call = partial(self.sglang_conv_step, x, states, weight, None, "silu", conv_state_indices=slots)
+            calls["SGLang"] = PeerCall(call, lambda found: (found, _slots(states, slots)))
+        if self.fla_conv_step:
+            cache = torch.nn.functional.pad(_slots(states, slots), (1, 0))
             call = partial(self.fla_conv_step, x, cache, weight=weight, activation="silu")
-        return {"FLA": torch.no_grad()(call)}
+            calls["FLA"] = PeerCall(call, lambda found: (found[0] if isinstance(found, tuple) else found,
+                                                         cache[..., 1:]))  # fmt: skip
+        return calls
 
     def delta_prompts(self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Tensor, bias: Tensor,
-                      states: Tensor, bounds: Tensor) -> Calls:  # fmt: skip
+                      states: Tensor, slots: Tensor, bounds: Tensor) -> Calls:  # fmt: skip
+        """Prompts from the states of the pool (SGLang), or of float32 apart (FLA)."""
         calls: Calls = {}
-        channels, row = a.dim() == 3, lambda t: t.unsqueeze(0)
-        wide, slots = bounds.long(), torch.arange(len(states), dtype=torch.int32, device=q.device)
-        tokens = [row(t) for t in (q, k, v)]
+        channels, row, pool = a.dim() == 3, lambda t: t.unsqueeze(0), partial(_slots, states, slots)
+        wide, tokens = self._long(bounds), [row(t) for t in (q, k, v)]
+        before = torch.zeros(states.shape, device=q.device)
         if channels and self.sglang_kda:
-            calls["SGLang"] = partial(
-                self.sglang_kda, *tokens, row(a), row(b.sigmoid()), initial_state=states, initial_state_indices=slots,
-                use_qk_l2norm_in_kernel=True, cu_seqlens=wide, A_log=A_log, dt_bias=bias.flatten(),
+            own = v.clone()  # the output is written over it
+            call = partial(
+                self.sglang_kda, *tokens[:2], row(own), row(a), row(b), initial_state=states,
+                initial_state_indices=slots, use_qk_l2norm_in_kernel=True, cu_seqlens=wide, A_log=A_log,
+                dt_bias=bias.flatten(), beta_is_raw=True,
             )  # fmt: skip
+            calls["SGLang"] = PeerCall(call, lambda found: (found, pool()))
         if channels and self.fla_kda:
-            calls["FLA"] = partial(
-                self.fla_kda, *tokens, row(a), row(b), initial_state=states.clone(), output_final_state=True,
+            call = partial(
+                self.fla_kda, *tokens, row(a), row(b), initial_state=before, output_final_state=True,
                 use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, A_log=A_log,
-                dt_bias=bias.flatten(), state_v_first=True, cu_seqlens=wide, disable_recompute=True,
+                dt_bias=bias.flatten(), state_v_first=True, cu_seqlens=wide,
             )  # fmt: skip
+            calls["FLA"] = PeerCall(call, lambda found: found[:2])
         if not channels and self.sglang_gdn and self.gating:
             gdn, gating = self.sglang_gdn, self.gating
 
@@ -182,78 +285,127 @@ class Peers:
                 return gdn(*tokens, g, beta, initial_state=states, initial_state_indices=slots, cu_seqlens=wide,
                            use_qk_l2norm_in_kernel=True)  # fmt: skip
 
-            calls["SGLang"] = sglang
+            calls["SGLang"] = PeerCall(sglang, lambda found: (found[0], pool()))
         if not channels and self.fla_gdn:
-            calls["FLA"] = partial(
-                self.fla_gdn, *tokens, row(a), row(b), initial_state=states.clone(), output_final_state=True,
+            call = partial(
+                self.fla_gdn, *tokens, row(a), row(b), initial_state=before, output_final_state=True,
                 use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, A_log=A_log,
                 dt_bias=bias, state_v_first=True, cu_seqlens=wide,
             )  # fmt: skip
-        return {name: torch.no_grad()(call) for name, call in calls.items()}
+            calls["FLA"] = PeerCall(call, lambda found: found[:2])
+        return calls
 
     def ssd_step(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, states: Tensor, slots: Tensor) -> Calls:
+        """With a D of zeros, since SGLang's call does not take None."""
         if not self.ssm_step:
             return {}
         rate = A[:, None, None].expand(-1, *states.shape[2:])
         out, wide = torch.empty_like(x), dt.unsqueeze(-1).expand_as(x)
         bias = torch.zeros_like(A)[:, None].expand(-1, x.shape[-1])
-        return {
-            "SGLang": partial(
-                self.ssm_step, states, x, wide, rate, B, C, dt_bias=bias, dt_softplus=True, state_batch_indices=slots,
-                out=out,
-            )
-        }  # fmt: skip
+        call = partial(
+            self.ssm_step, states, x, wide, rate, B, C, D=bias, dt_bias=bias, dt_softplus=True,
+            state_batch_indices=slots, out=out,
+        )  # fmt: skip
+        return {"SGLang": PeerCall(call, lambda _: (out, _slots(states, slots)))}
 
-    def ssd_prompts(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, lengths: list[int]) -> Calls:
-        """SGLang's scan of prompts of one length, as a batch."""
+    def ssd_prompts(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, states: Tensor, slots: Tensor,
+                    bounds: Tensor, lengths: list[int]) -> Calls:  # fmt: skip
+        """SGLang's scan, of prompts side by side with the states put into the pool, and of one length as a batch."""
         if not self.ssm_scan:
             return {}
-        batch, out = len(lengths), torch.empty_like(x)
-        fold = lambda t: t.unflatten(0, (batch, -1))  # noqa: E731
-        bias = torch.zeros_like(A)
-        return {
-            "SGLang": partial(
-                self.ssm_scan, *(fold(t) for t in (x, dt)), A, fold(B), fold(C), 256, dt_bias=bias, dt_softplus=True,
-                out=fold(out), return_final_states=True, state_dtype=torch.float32,
-            )
-        }  # fmt: skip
+        calls, scan, bias, wide = {}, self.ssm_scan, torch.zeros_like(A), slots.long()
+        batch, out, kept = len(lengths), torch.empty_like(x), states.dtype
+        of_batch = torch.arange(batch, dtype=torch.int32, device=x.device)
+        owners = of_batch.repeat_interleave(bounds.diff().long())[None]
+        options = {"dt_bias": bias, "dt_softplus": True, "state_dtype": kept}
+
+        def ragged() -> None:
+            last: Any = scan(x[None], dt[None], A, B[None], C[None], 256, out=out[None], seq_idx=owners,
+                             cu_seqlens=bounds, return_varlen_states=True, **options)  # fmt: skip
+            states.index_copy_(0, wide, last.to(kept))
+
+        calls["SGLang"] = PeerCall(ragged, lambda _: (out, _slots(states, slots)))
+        if len(set(lengths)) == 1:
+            fold = lambda t: t.unflatten(0, (batch, -1))  # noqa: E731
+            call = partial(scan, *(fold(t) for t in (x, dt)), A, fold(B), fold(C), 256, out=fold(out),
+                           return_final_states=True, **options)  # fmt: skip
+            calls["SGLang batch"] = PeerCall(call, lambda found: (out, found))
+        return calls
 
     def lightning(self, q: Tensor, k: Tensor, v: Tensor, A: Tensor, states: Tensor, slots: Tensor, bounds: Tensor,
                   steps: bool) -> Calls:  # fmt: skip
+        """SGLang's kernels take one dim for keys and values, in steps of 128 and more: smaller ones launch nothing."""
         calls: Calls = {}
-        lengths = bounds.diff()
-        if self.seg_la and self.seg_la_meta:
+        lengths, keys = bounds.diff(), q.shape[-1]
+        if self.seg_la and self.seg_la_meta and keys == v.shape[-1] and keys >= (128 if steps else 64):
             meta = self.seg_la_meta(
                 batch_size=len(slots), max_q_length=int(lengths.max()), q_offsets=bounds, s_offsets=slots,
                 q_lengths=lengths, s_scales=torch.full_like(slots, int(steps)),
             )  # fmt: skip
-            calls["SGLang"] = partial(self.seg_la, q, k, v, states, -A, meta)
-        if self.fla_gla and not steps:
-            tokens = [t.unsqueeze(0) for t in (q, k, v)]
-            calls["FLA"] = partial(
-                self.fla_gla, *tokens, g_gamma=A, output_final_state=True, cu_seqlens=bounds.long(),
-            )  # fmt: skip
-        return {name: torch.no_grad()(call) for name, call in calls.items()}
+            call = partial(self.seg_la, q, k, v, states, -A, meta, softmax_scale=1.0)
+            calls["SGLang"] = PeerCall(call, lambda found: (found, _slots(states, slots)), key_first=True)
+        gla, dim = (self.fla_gla_step, 1) if steps else (self.fla_gla, 0)
+        if gla:
+            tokens, options = [t.unsqueeze(dim) for t in (q, k, v)], {"scale": 1.0, "state_v_first": True}
+            options |= {"initial_state": _slots(states, slots)} if steps else {"cu_seqlens": self._long(bounds)}
+            call = partial(gla, *tokens, g_gamma=A, output_final_state=True, **options)
+            calls["FLA"] = PeerCall(call, lambda found: found)
+        return calls
 
-    def verify(self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Tensor, bias: Tensor,
-               states: Tensor, slots: Tensor, snapshots: Tensor, parents: Tensor | None) -> Calls:  # fmt: skip
-        """GDN drafts with a state kept for each, and the accepted one copied."""
-        if not self.update:
-            return {}
-        batch, update = len(slots), self.update
+    def verify(self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Tensor, bias: Tensor, kind: str,
+               states: Tensor, slots: Tensor, snapshots: Tensor, parents: Tensor | None,
+               accepted: int) -> Calls:  # fmt: skip
+        """Drafts with a state kept for each, and the last accepted one copied. kind: of a layer, as in its name.
+
+        snapshots: ``[B, T, HV, V, K]``. parents: of each draft ``[B, T]``, None for a chain.
+        """
+        batch = len(slots)
         drafts, row = len(q) // batch, lambda t: t.unsqueeze(0)
-        bounds = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * drafts
         own, wide = torch.arange(batch, dtype=torch.int32, device=q.device), slots.long()
-
-        def sglang() -> None:
-            update(
-                A_log, a, bias, 1.0, 20.0, row(q), row(k), row(v), b, states, slots, use_qk_l2norm_in_kernel=True,
-                cu_seqlens=bounds, disable_state_update=True, intermediate_states_buffer=snapshots,
+        draft: Callable[[], object]
+        key_first, out = False, torch.empty_like(v)
+        if kind in ("GDN", "KDA") and self.update:
+            draft = partial(
+                self.update, A_log, a.flatten(1), bias.flatten(), 1.0, 20.0, row(q), row(k), row(v), b, states, slots,
+                use_qk_l2norm_in_kernel=True, cu_seqlens=torch.arange(batch + 1, device=q.device).int() * drafts,
+                is_kda=kind == "KDA", disable_state_update=True, intermediate_states_buffer=snapshots,
                 intermediate_state_indices=own, cache_steps=drafts, retrieve_parent_token=parents,
             )  # fmt: skip
-            states.index_copy_(0, wide, snapshots[:batch, 2])
+        elif kind == "Mamba2" and self.ssm_step:
+            fold = lambda t: t.unflatten(0, (batch, drafts))  # noqa: E731
+            zeros = torch.zeros_like(A_log)[:, None].expand(-1, v.shape[-1])
+            draft = partial(
+                self.ssm_step, states, fold(v), fold(a.unsqueeze(-1).expand_as(v)),
+                (A_log - 1)[:, None, None].expand(-1, *states.shape[2:]), fold(k), fold(q),
+                D=zeros, dt_bias=zeros, dt_softplus=True, state_batch_indices=slots, out=fold(out),
+                disable_state_update=True, intermediate_states_buffer=snapshots, cache_steps=drafts,
+                retrieve_parent_token=parents, intermediate_state_indices=own,
+            )  # fmt: skip
+        elif kind == "Lightning" and self.seg_la and self.seg_la_meta and parents is None and _square(q, v):
+            meta = self.seg_la_meta(
+                batch_size=batch, max_q_length=drafts, q_offsets=own * drafts, s_offsets=slots,
+                q_lengths=torch.full_like(slots, drafts), s_scales=torch.ones_like(slots),
+            )  # fmt: skip
+            draft, key_first = partial(
+                self.seg_la, q, k, v, states, 1 - A_log, meta, caches=snapshots, cache_indices=own, softmax_scale=1.0
+            ), True  # fmt: skip
+        else:
+            return {}
 
-        return {"SGLang snapshots": sglang}
+        def sglang() -> object:
+            found = draft()
+            states.index_copy_(0, wide, snapshots[:batch, accepted - 1])
+            return found
+
+        return {"SGLang snapshots": PeerCall(sglang, lambda found: (out if found is None else found, None), key_first)}
+
+
+def _slots(pool: Tensor, slots: Tensor) -> Tensor:
+    return pool[slots.long()]
+
+
+def _square(q: Tensor, v: Tensor) -> bool:
+    return q.shape[-1] == v.shape[-1] >= 64
 
 
 def torch_chunk(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Tensor, bias: Tensor,

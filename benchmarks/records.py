@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
+import re
 import subprocess
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -38,15 +41,19 @@ DISTRIBUTIONS = {
     "XQA": ("flashinfer-python",),
     "FA3": ("flash_attn_3", "flash-attn-3"),
     "FlashMLA": ("flash_mla", "flash-mla"),
-    "DeepGEMM": ("deep_gemm", "deep-gemm"),
-    "fast_topk": ("sgl-kernel", "sgl_kernel"),
+    "DeepGEMM": ("deep_gemm", "deep-gemm", "sgl-deep-gemm"),
+    "fast_topk": ("sgl-kernel", "sgl_kernel", "sglang-kernel"),
     "SDPA": ("torch",),
+    "sglang": ("sglang",),
     "torch": ("torch",),
 }
 
 
 def version_of(peer: str) -> str:
-    """The installed version of a peer. "" where it is not a distribution, as a build from sources is not."""
+    """The installed version of a peer, else what the environment's `PEER_VERSIONS` says of a pack. "": not known.
+
+    `PEER_VERSIONS` is ``name=version;name=version``, by the first word of a peer's name in small letters.
+    """
     if peer.startswith("attnops"):
         from attnops import __version__
 
@@ -60,9 +67,11 @@ def version_of(peer: str) -> str:
                     return metadata.version(name)
                 except metadata.PackageNotFoundError:
                     continue
-    return ""
+    packed = dict(part.split("=", 1) for part in os.environ.get("PEER_VERSIONS", "").split(";") if "=" in part)
+    return packed.get(re.split("[ ,]", peer)[0].lower(), "")
 
 
+@cache
 def current_commit() -> str:
     """Short hash of HEAD, with "+" when the tree differs from it; "unknown" outside a checkout."""
     command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
@@ -77,6 +86,7 @@ def device_name() -> str:
     return cpu_name()
 
 
+@cache
 def driver_version() -> str:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
@@ -96,13 +106,19 @@ def cpu_name() -> str:
     return f"{model} ({isa}), {torch.get_num_threads()} threads, torch {torch.__version__}"
 
 
-def write(records: list[Record], name: str, folder: Path = RESULTS) -> Path:
-    """Write records to `<name>.jsonl`, replacing the rows of the same cases and keeping the others."""
+def write(records: list[Record], name: str, folder: Path = RESULTS, whole: bool = True) -> Path:
+    """Write records to `<name>.jsonl`, replacing the rows of the same cases and keeping the others.
+
+    Not whole: replacing only those of the same cells, for a run that writes as it goes.
+    """
     path = folder / f"{name}.jsonl"
-    new_cases = {record.case for record in records}
+    new = [record.case if whole else (record.case, record.params) for record in records]
     kept = []
     if path.exists():
-        kept = [line for line in path.read_text().splitlines() if json.loads(line)["case"] not in new_cases]
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            if (row["case"] if whole else (row["case"], row["params"])) not in new:
+                kept.append(line)
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join([*kept, *(json.dumps(asdict(record)) for record in records)]) + "\n")
     return path

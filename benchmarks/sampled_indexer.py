@@ -9,9 +9,9 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from attnops import ops, reference
+from attnops import ops
 from bench_indexer import PAGE, Digest, PagedKeys, Peers, in_rows, random_fp8, selected
-from bench_sparse_mla import BF16, DEVICE, SCALE, Call, SparseBench, lists_of, padded, paged_rows
+from bench_sparse_mla import BF16, DEVICE, SCALE, Call, SparseBench, dequantized, lists_of, padded, paged_rows
 from sampled_cells import BF16_FLOPS, READ_BYTES, THIRDS
 from torch import Tensor
 
@@ -123,14 +123,13 @@ class PrefillCell(_Cell):
             wide[:, : self.k] = lists
             if lengths is not None:
                 wide.masked_fill_(torch.arange(wide.shape[1], device=DEVICE) >= lengths.unsqueeze(1), -1)
-            kv = pool.view(-1, 1, 576) if self.rows == "prefill576" else _dequantized(pool)
+            kv = pool.view(-1, 1, 576) if self.rows == "prefill576" else dequantized(pool)
             call = partial(flash_mla_sparse_fwd, padded(q, 1), kv, wide.unsqueeze(1), SCALE)
-            found["FlashMLA" if self.rows == "prefill576" else "FlashMLA, bf16 rows"] = call, digest
+            name = "FlashMLA" if self.rows == "prefill576" else "FlashMLA, bf16 rows"
+            found[name] = call, digest
+            if lengths is not None:
+                found[f"{name}, lengths"] = partial(call, topk_length=lengths), digest
         return found
-
-
-def _dequantized(pool: Tensor) -> Tensor:
-    return reference.unpack_mla_fp8_rows(pool.view(-1, 656)).to(BF16).unsqueeze(1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -59,3 +60,44 @@ def test_small_cells_are_measured(sampled, name):
     cell = sampled.made_small(next(sampled.cells(name, 1, 1)))
     times = sampled.SampledBench().measure(cell, 1)
     assert times["attnops"] > 0
+
+
+def _fails(*given, **options):
+    raise RuntimeError("it has no kernel\nand more")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a dry run is of the CPU")
+def test_a_peer_that_fails_or_differs_is_named_and_left_out(sampled, monkeypatch, capsys):
+    indexer, cells = importlib.import_module("bench_indexer"), importlib.import_module("sampled_indexer")
+    calls = {"broken": _fails, "wrong": lambda: torch.zeros(2, 64, dtype=torch.int32)}
+    monkeypatch.setattr(cells, "_found", [SimpleNamespace(topk=lambda *given: dict(calls))])
+    times = sampled.SampledBench().measure(cells.TopkCell("topk", 2, 600, 64, True), 1)
+    said = capsys.readouterr().out
+    assert list(times) == ["attnops"]
+    assert "broken: it has no kernel\n" in said and "wrong: differs from attnops by" in said
+
+    bench = indexer.IndexerBench(sustained=False)
+    logits = torch.randn(2, 64)
+    ours = {"attnops": lambda: logits.topk(3)[1], "broken": _fails}
+    bench.cell("topk_select", {}, ours, 1, digest=indexer.selected(logits))
+    assert [record.peer for record in bench.records] == ["attnops"]
+    assert "broken refused {}: it has no kernel\n" in capsys.readouterr().out
+
+
+def test_a_schedule_that_fails_leaves_deep_gemm_out(sampled, monkeypatch, capsys):
+    indexer = importlib.import_module("bench_indexer")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(multi_processor_count=132))
+    peers = indexer.Peers()
+    peers.deep_gemm = SimpleNamespace(get_paged_mqa_logits_metadata=_fails)
+    keys = indexer.PagedKeys(2, 128)
+    given = (keys.q, keys.pages, keys.table, keys.weights, keys.lengths[:, None], 128)
+    assert peers.paged_logits(*given) == {}
+    assert "DeepGEMM makes no schedule of [2, 1]: it has no kernel\n" in capsys.readouterr().out
+    answer = torch.zeros(2, 128)
+    for name in ("fp8_paged_mqa_logits", "fp8_fp4_paged_mqa_logits"):
+        made = {
+            "get_paged_mqa_logits_metadata": lambda *given: torch.zeros(133, 2),
+            name: lambda *given, **more: answer,
+        }
+        peers.deep_gemm = SimpleNamespace(**made)
+        assert peers.paged_logits(*given)["DeepGEMM"]() is answer

@@ -3,6 +3,7 @@
 #include "xqa_decode/sm90/epilogue.cuh"
 #include "xqa_decode/sm90/fp8/queries.cuh"
 #include "xqa_decode/sm90/merge_items.cuh"
+#include "xqa_decode/sm90/parked_walk.cuh"
 #include "xqa_decode/sm90/query_copy.cuh"
 #include "xqa_decode/sm90/staged_rows.cuh"
 #include "xqa_decode/sm90/tile_stream.cuh"
@@ -19,6 +20,15 @@ constexpr bool overlaps_softmax() {
   }
 }
 
+// Two warpgroups of three that merge, as many threads as a power of two.
+struct MergingGroups {
+  static constexpr int kThreads = 256;
+  static __device__ __forceinline__ unsigned thread() { return threadIdx.x; }
+  static __device__ __forceinline__ void sync() { hopper::named_barrier_sync(kMerge, kThreads); }
+};
+template <class Tr>
+using Merging = std::conditional_t<Tr::kGroups == 3, MergingGroups, MergingCta<Tr::kThreads>>;
+
 // What the warpgroup that multiplies does with the part's pieces.
 template <class Tr>
 class Consumer {
@@ -34,7 +44,8 @@ class Consumer {
         exchange_(reinterpret_cast<float*>(smem + Shared::kExchange)) {}
 
   __device__ __forceinline__ void run(PieceWalk& piece) {
-    bool fetched = false;  // this piece's queries are on their way
+    bool fetched = false;                                 // this piece's queries are on their way
+    if (own_group<Tr>() == Tr::kGroups - 1) pass_turn();  // the first turn is group 0's
     do {
       WorkPlace place = place_of(piece);
       if (piece.overflows()) {
@@ -69,14 +80,14 @@ class Consumer {
       if constexpr (Tr::kParksWalk) {
         const PlacedKeys keys(piece);
         const int tiles = num_tiles(piece);
-        park(piece);
+        park_walk<Tr>(shared_, piece);
         attend_keys(keys, tiles, first_row, block);
         if constexpr (!Tr::kEndsOnce) {
           block.add_up(exchange_);  // the group meets
         } else if (tiles == 0) {
           sync_group<Tr>();
         }
-        take_back(piece);
+        take_walk_back<Tr>(shared_, piece);
         place = place_of(piece), first_row = first_row_of(piece.row_block());
       } else {
         attend_keys(piece, num_tiles(piece), first_row, block);
@@ -109,17 +120,20 @@ class Consumer {
       }
       if (!piece.last_row_block() || splits.arrivals == 0) continue;
       sync_threads<Tr::kThreads>();
-      merge_items_after_sync<MergingCta<Tr::kThreads>, Tr::kMergeBatch, (Tr::kRows > 16), is_ragged<Tr>()>(
-          p_, shape_, place, splits, piece.is_last(), reinterpret_cast<MergeFlag*>(smem_ + Shared::kFlag),
-          reinterpret_cast<float*>(smem_ + Shared::kMergeScratch));
+      if (Tr::kGroups <= 2 || own_group<Tr>() < 2) {
+        merge_items_after_sync<Merging<Tr>, Tr::kMergeBatch, (Tr::kRows > 16), is_ragged<Tr>()>(
+            p_, shape_, place, splits, piece.is_last(), reinterpret_cast<MergeFlag*>(smem_ + Shared::kFlag),
+            reinterpret_cast<float*>(smem_ + Shared::kMergeScratch));
+      }
       // The next queries or probabilities lie where the merge has its scratch.
       if constexpr (Tr::kGroups > 1) {
         sync_threads<Tr::kThreads>();
       } else {
         sync_group<Tr>();
       }
-      if constexpr (Tr::kParksWalk) take_back(piece);
+      if constexpr (Tr::kParksWalk) take_walk_back<Tr>(shared_, piece);
     } while (piece.next());
+    if (own_group<Tr>() == 0) take_turn();
   }
 
   // The rows, before any key. Their queries may lie there still.
@@ -201,36 +215,6 @@ class Consumer {
  private:
   using Shared = SharedLayout<Tr>;
 
-  // What a piece's tiles must know of it.
-  struct PlacedKeys : SeenKeys {
-    int first_token_;
-
-    __device__ __forceinline__ explicit PlacedKeys(const PieceWalk& piece)
-        : SeenKeys{piece.request(), piece.length(), piece.keys()}, first_token_(piece.first_token()) {}
-    __device__ __forceinline__ int first_token() const { return first_token_; }
-  };
-
-  // One thread writes the walk's state, behind a barrier since all have read the last, and all read it behind another.
-  __device__ __forceinline__ void park(PieceWalk& piece) const {
-    if (threadIdx.x % Tr::kGroupThreads != 0) return;
-    uint32_t place = place_of_walk();
-    piece.visit_state([&](int word) {
-      asm volatile("st.shared.b32 [%0], %1;" ::"r"(place), "r"(word) : "memory");
-      place += 4;
-    });
-  }
-  __device__ __forceinline__ void take_back(PieceWalk& piece) const {
-    uint32_t place = place_of_walk();
-    piece.visit_state([&](int& word) {
-      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(place) : "memory");
-      place += 4;
-    });
-  }
-  // Each group has its own: they are not at the same piece.
-  __device__ __forceinline__ uint32_t place_of_walk() const {
-    return shared_ + Shared::kPiece + own_group<Tr>() * (Tr::kWalkBytes / Tr::kGroups);
-  }
-
   using Scores = float[Block<Tr>::kScores];
   static constexpr int kGroupQueryBytes = Tr::kQueryBytes / Tr::kGroups;
 
@@ -285,9 +269,7 @@ class Consumer {
           continue;
         }
       }
-      // The next scores follow at once, so that the matrix units need not wait for a round trip.
-      const RingPlace<Tr> values = multiply_values(block);
-      multiply_keys(block, scores_);
+      const RingPlace<Tr> values = multiply_values_and_keys(block);
       mask = find_mask(piece, first_row, tile);
       block.template wait_for_values<1>();
       release(values);
@@ -303,7 +285,7 @@ class Consumer {
     wait_for_unit(values);
     block.pin_operands();
     multiply_keys(block, scores_);
-    block.multiply_pinned_values(shared_ + Shared::kRing + values.slot * Tr::kUnitBytes);
+    block.multiply_pinned_values(unit_at(values));
     hopper::wgmma_wait<1>(scores_);
     release(place_);
     place_.advance();
@@ -348,7 +330,9 @@ class Consumer {
   // The scores of the tile whose keys come next, in flight.
   __device__ __forceinline__ void multiply_keys(Block<Tr>& block, Scores& scores) {
     wait_for_unit();
-    block.multiply_keys(shared_ + Shared::kRing + place_.slot * Tr::kUnitBytes, queries(), scores);
+    take_turn();
+    block.multiply_keys(unit_at(place_), queries(), scores);
+    pass_turn();
   }
 
   // From the scores of a tile, which are complete, to its probabilities.
@@ -432,12 +416,47 @@ class Consumer {
   __device__ __forceinline__ RingPlace<Tr> multiply_values(Block<Tr>& block) {
     const RingPlace<Tr> place = place_;
     wait_for_unit();
-    block.multiply_values(shared_ + Shared::kRing + place.slot * Tr::kUnitBytes, probs());
+    take_turn();
+    block.multiply_values(unit_at(place), probs());
+    pass_turn();
     place_.advance();
     if constexpr (Tr::kProbBuffers == 2) prob_buffer_ ^= 1;
     return place;
   }
 
+  // The same, and the next scores at once, so that the matrix units need not wait for a round trip.
+  __device__ __forceinline__ RingPlace<Tr> multiply_values_and_keys(Block<Tr>& block) {
+    if constexpr (!Tr::kTakesTurns) {
+      const RingPlace<Tr> values = multiply_values(block);
+      multiply_keys(block, scores_);
+      return values;
+    } else {
+      const RingPlace<Tr> values = place_;
+      place_.advance();
+      values.wait(shared_ + Shared::kFull);
+      wait_for_unit();
+      take_turn();
+      block.multiply_values(unit_at(values), probs());
+      block.multiply_keys(unit_at(place_), queries(), scores_);
+      pass_turn();
+      return values;
+    }
+  }
+
+  // Whoever has the turn waits for nothing.
+  __device__ __forceinline__ static void take_turn() {
+    if constexpr (Tr::kTakesTurns) hopper::named_barrier_sync(kTurn + own_group<Tr>(), 2 * Tr::kGroupThreads);
+  }
+  __device__ __forceinline__ static void pass_turn() {
+    if constexpr (Tr::kTakesTurns) {
+      const int next = own_group<Tr>() == Tr::kGroups - 1 ? 0 : own_group<Tr>() + 1;
+      hopper::named_barrier_arrive(kTurn + next, 2 * Tr::kGroupThreads);
+    }
+  }
+
+  __device__ __forceinline__ uint32_t unit_at(const RingPlace<Tr>& place) const {
+    return shared_ + Shared::kRing + place.slot * Tr::kUnitBytes;
+  }
   __device__ __forceinline__ void wait_for_unit() const { wait_for_unit(place_); }
   __device__ __forceinline__ void wait_for_unit(const RingPlace<Tr>& place) const {
     place.wait(shared_ + Shared::kFull);

@@ -94,10 +94,20 @@ template <typename T, int kHeadDim, int kRows, bool kGathers>
 using FoldTraits = Traits<T, kHeadDim, kRows, 0, 2, kGathers, kRows == 8 ? 8 : 5>;  // as many levels as find room
 
 // Rows that blocks of 64 take, two CTAs an SM, and not one of 128, which fills an SM: of two of those a half would be
-// empty. As in metadata/plan_parts.py.
+// empty.
 template <int kHeadDim>
 constexpr bool in_small_blocks(int rows) {
   return rows <= 64 || (kHeadDim <= 128 && rows > 128 && rows <= 192);
+}
+
+// Whether one block of 192 rows takes the call, and reads its keys once: where works fill most SMs. It computes other
+// bits than blocks of 64, so what else is in the batch must not choose it where plans are batch-invariant. All of this
+// as in metadata/plan_parts.py.
+inline constexpr int kLeastWorksOfLargeBlocks = 99;
+template <int kHeadDim>
+bool in_large_blocks(const Params& p, int rows) {
+  return kHeadDim <= 128 && rows > 128 && rows <= 192 && p.fixed_split_tokens == 0 &&
+         int64_t{p.batch_size} * p.num_kv_heads >= kLeastWorksOfLargeBlocks;
 }
 
 template <typename T, int kHeadDim, bool kGathers = false>
@@ -111,6 +121,9 @@ void launch(const Params& p, cudaStream_t stream) {
   if (rows <= 8) return launch_traits<PlanTraits<T, kHeadDim, 8, kGathers>>(p, stream);
   if (rows <= 16) return launch_traits<PlanTraits<T, kHeadDim, 16, kGathers>>(p, stream);
   if (rows <= 32) return launch_traits<PlanTraits<T, kHeadDim, 32, kGathers>>(p, stream);
+  if constexpr (kHeadDim <= 128) {
+    if (in_large_blocks<kHeadDim>(p, rows)) return launch_traits<PlanTraits<T, kHeadDim, 192, kGathers>>(p, stream);
+  }
   if (in_small_blocks<kHeadDim>(rows)) return launch_traits<PlanTraits<T, kHeadDim, 64, kGathers>>(p, stream);
   launch_traits<PlanTraits<T, kHeadDim, 128, kGathers>>(p, stream);
 }

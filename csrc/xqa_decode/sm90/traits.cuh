@@ -19,28 +19,34 @@ struct Traits {
   using Element = Element_;  // of pages
   static constexpr bool kFp8 = sizeof(Element) == 1;
   static constexpr int kHeadDim = kHeadDim_;  // head_dim, rounded up
-  static constexpr int kRows = kRows_;        // query rows of a pass over the keys: 8, 16, 32, 64 or 128
+  static constexpr int kRows = kRows_;        // query rows of a pass over the keys: 8, 16, 32, 64, 128 or 192
   static constexpr int kRowTiles = kRows / 8;
 
-  // Of 128 rows two warpgroups take 64 each, and share the keys.
+  // Of 128 and 192 rows warpgroups take 64 each, and share the keys.
   static constexpr int kGroups = kRows > 64 ? kRows / 64 : 1;
   static constexpr int kGroupRows = kRows / kGroups;
   static constexpr int kWarps = 4;  // of a group
   static constexpr int kGroupThreads = 32 * kWarps;
   static constexpr int kThreads = kGroups * kGroupThreads;  // that multiply
-  static constexpr int kReaders = kThreads;                 // of every unit
+  // Groups ask for products in turns, so that one computes probabilities while another multiplies. Two groups of head
+  // dim 64 gain nothing by it.
+  static constexpr bool kTakesTurns = kGroups > (kHeadDim > 64 ? 1 : 2);
+  static constexpr int kReaders = kThreads;  // of every unit
   static constexpr bool kGathers = kGathers_;
   // Tiles of e4m3 become fp16 in shared memory: by the warpgroup that multiplies (fp8/widened_block.cuh), or between
   // two rings, by warps of their own (fp8/widening.cuh).
   static constexpr bool kWidens = kFp8 && kRows >= 64;
   static constexpr bool kWidensAhead = kWidens && (kRows > 64 || kHeadDim > 128);
-  // Two groups of wide rows need more registers than there are for all: those that bring tiles give them some. They are
+  // Groups of wide rows need more registers than there are for all: those that bring tiles give them some. They are
   // then a whole warpgroup, of which some warps may do nothing.
   static constexpr bool kMovesRegisters = kGroups > 1;
-  static constexpr int kGroupRegisters = kHeadDim <= 128 ? 200 : kWidens && kHeadDim == 192 ? 208 : 224;
-  static constexpr int kBringerRegisters = 504 - 2 * kGroupRegisters;
-  static constexpr bool kKeepsQueries = kMovesRegisters && kHeadDim <= 128;                 // in registers
-  static constexpr int kBringersOfUnit = kGathers && kGroups > 1 && !kWidensAhead ? 2 : 1;  // warps
+  static constexpr int kGroupRegisters = kGroups == 3                 ? (kGathers ? 152 : 160)
+                                         : kHeadDim <= 128            ? 200
+                                         : kWidens && kHeadDim == 192 ? 208
+                                                                      : 224;
+  static constexpr int kBringerRegisters = (kGroups == 3 ? 512 : 504) - kGroups * kGroupRegisters;
+  static constexpr bool kKeepsQueries = kMovesRegisters && kHeadDim <= (kGroups == 3 ? 64 : 128);  // in registers
+  static constexpr int kBringersOfUnit = kGathers && kGroups > 1 && !kWidensAhead ? 2 : 1;         // warps
   static constexpr int kBringers = kGathers ? 2 * kBringersOfUnit : 1;
   static constexpr int kWideners = kWidensAhead ? 4 - kBringers : 0;
   static constexpr int kAllThreads = kThreads + (kMovesRegisters || kWidensAhead ? 128 : 32 * kBringers);
@@ -175,9 +181,9 @@ struct SharedLayout<RawTraits<Tr>> {
   static constexpr int kEmpty = SharedLayout<Tr>::kRawEmpty;
 };
 
-// Barriers of the hardware; 0 is that of the merge. All are for the threads that multiply: kMultiply and those behind
-// it for one group each.
-enum NamedBarrier : int { kMultiply = 1 };
+// Barriers of the hardware; 0 is for all threads that multiply, and the merge. kMultiply and those behind it are for
+// one group each, kTurn and those behind it for the turns of each, kMerge for two groups of three.
+enum NamedBarrier : int { kMultiply = 1, kTurn = 4, kMerge = 7 };
 
 // What a launch knows besides the arguments and the shape.
 struct Boxes {

@@ -22,7 +22,8 @@ XQA_SIDE_TENTHS, XQA_THIN_TENTHS = 9, 8
 XQA_CLUSTER_WORKS = 132  # of a call that clusters may take: csrc/xqa_decode/sm90/cluster_wgmma/limits.h
 
 # Query rows that have CTAs and merges of their own: csrc/xqa_decode/sm90/launch.cuh
-XQA_ROWS_PER_BLOCK, XQA_SMALL_BLOCK = 128, 64
+XQA_LARGE_BLOCK, XQA_ROWS_PER_BLOCK, XQA_SMALL_BLOCK = 192, 128, 64
+XQA_LEAST_LARGE_WORKS = 99  # of a call from which on one block takes 129 to 192 rows of 16-bit pages
 
 XQA_INVARIANT_CUTS = 96  # of a long request over all KV heads: docs/kernels/xqa_decode.md
 XQA_LEAST_CUT = 8  # tiles of a cut, where it writes a partial result
@@ -105,11 +106,13 @@ def xqa_num_sm_parts(
     many_works = batch_size * num_kv_heads > XQA_CLUSTER_WORKS
     three = folds_fp8 or (on_sm90 and not fp8 and many_works and 16 < rows <= 32 and head_dim <= 128)
     parts_per_sm = XQA_MOST_PARTS_PER_SM if three else XQA_PARTS_PER_SM
-    # Blocks of rows: csrc/xqa_decode/sm90/launch.cuh, in_small_blocks.
-    small_blocks = head_dim <= 128 and 128 < rows <= 192
-    block = XQA_SMALL_BLOCK if small_blocks else XQA_ROWS_PER_BLOCK
+    # Blocks of rows: csrc/xqa_decode/sm90/launch.cuh, in_large_blocks and in_small_blocks.
+    block = XQA_ROWS_PER_BLOCK
+    if head_dim <= 128 and XQA_ROWS_PER_BLOCK < rows <= XQA_LARGE_BLOCK:
+        large = not fp8 and fixed_split_tokens == 0 and batch_size * num_kv_heads >= XQA_LEAST_LARGE_WORKS
+        block = XQA_LARGE_BLOCK if large else XQA_SMALL_BLOCK
     # A CTA of these kernels fills an SM; parts of a second round would keep merges waiting.
-    fills_sm = on_sm90 and rows > 64 and not small_blocks
+    fills_sm = on_sm90 and rows > 64 and block != XQA_SMALL_BLOCK
     if fp8:
         fills_sm = fills_sm or (on_sm90 and head_dim > 128 and rows > 32)
     else:
