@@ -450,8 +450,9 @@ def _attend_at_once(
 ) -> None:
     """Attention of the requests of `BlockPrefillPlan.requests`: all those of KV head 0, then of 1, and so on.
 
-    Rows of a head must follow each other, so q and the results pass through scratch. Before the requests of a head, an
-    empty one takes the rows behind those of the head before, and in front of its own: they get zeros and -inf.
+    Rows of a head must follow each other, so q and the results pass through scratch. Before the requests of a head is
+    one without keys. It takes the rows that nobody owns, behind the last head's and in front of its own. They get zeros
+    and -inf.
     """
     num_tokens, num_kv_heads = q.shape[0], plan.num_kv_heads
     tables, lengths, bounds = plan.requests(batch_size)
