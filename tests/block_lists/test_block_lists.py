@@ -275,6 +275,19 @@ def test_one_plan_serves_batches_of_other_sizes_in_turn(device):
             assert_close(problem, got, blocks_expected(problem, lists, 16, new_blocks=True))
 
 
+def test_fp8_queries_have_results_of_16_bits():
+    problem = mixed_problem("cpu", kv_dtype=FP8)
+    narrow = dataclasses.replace(problem, q=problem.q.to(FP8))
+    lists = draw_lists(problem, 16, 5)
+    plan = prefill_plan(narrow, lists, 16)
+    pages = (problem.k_pages, problem.v_pages, problem.page_table, problem.cache_seqlens, problem.cu_seqlens_q)
+    scales = {"k_scale": problem.k_scale, "v_scale": problem.v_scale}
+    with Calls() as calls:
+        got = ops.fmha_paged(narrow.q, *pages, plan, block_list=lists, return_lse=True, **scales)
+    assert got[0].dtype == BF16 and calls.count["attnops::fmha_paged"] == 1
+    assert_close(problem, got, blocks_expected(narrow, lists, 16, new_blocks=True))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_of_q_and_out_may_have_gaps(device):
     problem = mixed_problem(device)
