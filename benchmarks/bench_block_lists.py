@@ -3,6 +3,9 @@
 A time is the median over replays of a CUDA graph that holds calls over several lists and page tables of a pool far
 larger than the L2 cache, over their number. Dense calls have the same heads, and as many keys for each KV head.
 
+Prefill's columns: `attend` is the launch of attention over all KV heads, whose tables, plan and copy of q are made;
+`by_head` is the whole call with a launch for each KV head (a scale of v of 1 for each of them asks for it).
+
 Also: the scores of labels, and a layer of double sparsity beside the same layer that attends densely.
 
     python benchmarks/bench_block_lists.py --seconds 40 [--write]
@@ -37,7 +40,13 @@ DECODE = [  # by DECODE_NAMES
     for batch in (64, 16, 1)
     for keys, block in [(4096, 64), (2048, 1), (4096, 128), (4096, 16)]
 ] + [(64, 4, 64, 2048, 128), (64, 4, 16, 2048, 128), (32, 8, 128, 1024, 64), (16, 1, 64, 4096, 64)]
-PREFILL = [(64, 4, 1, 4096, 2048, 128), (32, 8, 1, 2048, 4096, 64), (32, 8, 8, 64, 4096, 64)]  # by PREFILL_NAMES
+PREFILL = [  # by PREFILL_NAMES
+    (64, 4, 1, 4096, 2048, 128),
+    (32, 8, 1, 2048, 4096, 64),
+    (32, 8, 8, 64, 4096, 64),
+    (32, 8, 4, 512, 2048, 16),
+    (32, 8, 4, 512, 2048, 1),
+]
 SCORE_NAMES = ("num_q_heads", "num_kv_heads", "batch", "context", "channels")
 SCORES = [(32, 8, 64, 16384, 32), (32, 8, 16, 65536, 32), (32, 8, 1, 65536, 32), (64, 4, 64, 16384, 16)]
 LAYER_NAMES = ("num_q_heads", "num_kv_heads", "batch", "context", "heavy_tokens")
@@ -121,22 +130,45 @@ def prefill_cell(pools: list, h_q: int, h_kv: int, batch: int, new: int, keys: i
     out = torch.empty_like(q)
     kind = {"num_q_heads": h_q, "num_kv_heads": h_kv, "head_dim": DIM, "device": DEVICE}
     lists = [lists_of(batch, h_kv, count, 4 * keys // block) for _ in range(CALLS)]
-    wide, narrow = ([tables_of(batch, n // PAGE) for _ in range(CALLS)] for n in (context, keys + new))
+    wide, narrow = ([tables_of(batch, -(-n // PAGE)) for _ in range(CALLS)] for n in (context, keys + new))
     long, short = (torch.full((batch,), n, dtype=INT32, device=DEVICE) for n in (context, keys + new))
     bounds = torch.arange(batch + 1, device=DEVICE, dtype=INT32) * new
     dense = FmhaPlan.allocate(batch * new, batch, **kind)
-    own = BlockPrefillPlan.allocate(
-        batch * new, batch, num_blocks=count, block_size=block, page_size=PAGE, max_seqlen_q=new, **kind
-    )
+    listed = {"num_blocks": count, "block_size": block, "page_size": PAGE, "max_seqlen_q": new}
+    own = [BlockPrefillPlan.allocate(batch * new, batch, **listed, **kind) for _ in lists]
+    k_units, v_units, _ = unit_pages("fmha_paged", k, v, unit_size(block, PAGE), heads=True)
+    by_head_scale = torch.ones(h_kv, device=DEVICE)
 
-    def whole(r: int) -> None:
-        ops.fmha_paged(q, k, v, wide[r], long, bounds, own, block_list=lists[r], out=out)
+    def whole(r: int, scale: torch.Tensor | None = None) -> None:
+        ops.fmha_paged(q, k, v, wide[r], long, bounds, own[r], block_list=lists[r], out=out, v_scale=scale)
+
+    def attend(r: int) -> None:
+        tables, lengths, starts = own[r].requests(batch)
+        rows, results = (own[r].by_head(q, scratch) for scratch in (own[r].q_by_head, own[r].out_by_head))
+        ops.fmha_paged(
+            rows.flatten(0, 1),
+            k_units,
+            v_units,
+            tables.flatten(0, 1),
+            lengths.flatten(),
+            starts,
+            own[r].fmha_of(h_kv * batch * new, lengths.numel()),
+            out=results.flatten(0, 1),
+        )
 
     def dense_attend(r: int) -> None:
         ops.fmha_paged(q, k, v, narrow[r], short, bounds, dense, out=out)
 
+    def dense_whole(r: int) -> None:
+        ops.fmha_plan(dense, bounds, cache_seqlens=short)
+        dense_attend(r)
+
     ops.fmha_plan(dense, bounds, cache_seqlens=short)
-    return {name: median_us(step) for name, step in {"dense": dense_attend, "whole": whole}.items()}
+    for r in range(CALLS):
+        whole(r)
+    steps = {"dense": dense_attend, "dense_plan": dense_whole, "attend": attend, "whole": whole}
+    times = {name: median_us(step) for name, step in steps.items()}
+    return times | {"by_head": median_us(lambda r: whole(r, by_head_scale))}
 
 
 def scores_cell(pools: list, h_q: int, h_kv: int, batch: int, context: int, channels: int) -> dict[str, float]:
@@ -195,7 +227,7 @@ SMALL = {
     "POOL_TOKENS": 1 << 12,
     "CALLS": 1,
     "DECODE": [(8, 2, 2, 256, 64), (8, 2, 1, 128, 1)],
-    "PREFILL": [(8, 2, 1, 64, 256, 64)],
+    "PREFILL": [(8, 2, 1, 64, 256, 64), (8, 2, 2, 7, 128, 1)],
     "SCORES": [(8, 2, 2, 512, 32)],
     "LAYERS": [(8, 2, 2, 512, 64)],
 }
@@ -220,7 +252,8 @@ def main() -> None:
     pools = [torch.randn(POOL_TOKENS * 8 * DIM, device=DEVICE, dtype=BF16) for _ in range(2)]
     cells = [(decode_cell, cell) for cell in DECODE] + [(prefill_cell, cell) for cell in PREFILL]
     more = [(scores_cell, cell) for cell in SCORES] + [(layer_cell, cell) for cell in LAYERS]
-    cells = cells[:2] + cells[-3:-1] + more + cells[2:-3] + cells[-1:]  # what matters most comes first
+    few, prefill = cells[:2], cells[len(DECODE) :]
+    cells = few + prefill[:3] + more + prefill[3:] + cells[2 : len(DECODE)]  # what matters most comes first
     for run, cell in cells:
         if time.monotonic() - begin > options.seconds:
             break

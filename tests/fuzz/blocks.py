@@ -10,6 +10,7 @@ from block_problems import (
     decode_plan,
     draw_lists,
     prefill_blocks,
+    prefill_plan,
 )
 from problems import FP8, LAYOUTS, PagedProblem, paged_problem
 from torch import Tensor
@@ -94,8 +95,10 @@ def right_prefill(draw: Draw) -> None:
     causal = draw.chance(0.7)
     sinks = torch.randn(problem.q.shape[1], device=draw.device) if draw.chance(0.3) else None
     rules = {"causal": causal, "logit_cap": draw.pick([0.0, 0.0, 20.0]), "sinks": sinks}
-    draw.note(causal=causal, sinks=sinks is not None)
-    got = prefill_blocks(problem, lists, block, csr=draw.chance(0.3), **rules)
+    spare, dtype = (draw.pick([0, 0, 7]), draw.pick([0, 0, 2])), draw.pick([problem.q.dtype] * 3 + [FP8])
+    draw.note(causal=causal, sinks=sinks is not None, spare=spare, scratch=dtype)
+    plan = prefill_plan(problem, lists, block, spare=spare, causal=causal, dtype=dtype)
+    got = prefill_blocks(problem, lists, block, csr=draw.chance(0.3), plan=plan, **rules)
     _judge(problem, got, blocks_expected(problem, lists, block, new_blocks=causal, **rules))
 
 

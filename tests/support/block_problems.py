@@ -145,10 +145,14 @@ def decode_blocks(
     return out.cpu(), lse.cpu()
 
 
-def prefill_plan(problem: PagedProblem, lists: Tensor, block_size: int, **options) -> BlockPrefillPlan:
+def prefill_plan(
+    problem: PagedProblem, lists: Tensor, block_size: int, *, spare: tuple[int, int] = (0, 0), **options
+) -> BlockPrefillPlan:
+    """`spare`: tokens and requests that the plan is for beyond the problem's."""
+    options.setdefault("dtype", problem.q.dtype)
     return BlockPrefillPlan.allocate(
-        problem.q.shape[0],
-        problem.batch_size,
+        problem.q.shape[0] + spare[0],
+        problem.batch_size + spare[1],
         num_q_heads=problem.q.shape[1],
         num_kv_heads=problem.k_pages.shape[2],
         head_dim=problem.q.shape[2],
@@ -173,6 +177,11 @@ def prefill_blocks(
     """(out, lse) of `fmha_paged`, both on the CPU."""
     plan = prefill_plan(problem, lists, block_size, causal=causal) if plan is None else plan
     plan.block_tables.fill_(2**30)
+    plan.block_seqlens.fill_(2**30)
+    plan.bounds[1:].fill_(2**30)
+    plan.q_by_head.fill_(0xFF)  # NaN
+    plan.out_by_head.fill_(0xFF)
+    plan.lse_by_head.fill_(torch.nan)
     out, lse = ops.fmha_paged(
         problem.q,
         problem.k_pages,
@@ -191,6 +200,25 @@ def prefill_blocks(
         **options,
     )
     return out.cpu(), lse.cpu()
+
+
+def hide_unlisted(problem: PagedProblem, lists: Tensor, block_size: int, *, new_blocks: bool) -> PagedProblem:
+    """The problem with NaN in all keys that a KV head's list does not name.
+
+    `new_blocks`: those that hold new tokens are kept, listed or not.
+    """
+    k_pages, v_pages = problem.k_pages.clone(), problem.v_pages.clone()
+    page_size, bounds = k_pages.shape[1], problem.cu_seqlens_q.tolist()
+    for b, length in enumerate(problem.cache_seqlens.tolist()):
+        position = torch.arange(length)
+        page, offset = problem.page_table[b].cpu()[position // page_size].long(), position % page_size
+        first_new = max(length - (bounds[b + 1] - bounds[b]), 0) // block_size if new_blocks else length
+        for h in range(k_pages.shape[2]):
+            block = position // block_size
+            hidden = ~torch.isin(block, lists[b, h].cpu()) & (block < first_new)
+            for pages in (k_pages, v_pages):
+                pages[page[hidden].to(pages.device), offset[hidden].to(pages.device), h] = torch.nan
+    return dataclasses.replace(problem, k_pages=k_pages, v_pages=v_pages)
 
 
 def moved(problem: PagedProblem, device: str) -> PagedProblem:

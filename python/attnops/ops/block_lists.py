@@ -123,11 +123,16 @@ def unit_pages(
         The views, and `page_step`, `unit_step` and `head_step` of `build_block_tables`.
 
     Raises:
-        ValueError: the pools' strides have other ratios, or a page would have no number of int32.
+        ValueError: the pools' shapes differ, their strides have other ratios, or a page would have no number of int32.
     """
     num_pages, page_size, num_heads, _ = k_pages.shape
     if not heads and unit == page_size:
         return k_pages, v_pages, (1, 0, 0)
+    if v_pages.shape[:3] != k_pages.shape[:3]:
+        raise ValueError(
+            f"attnops::{op}: v_pages.shape[:3] must be {list(k_pages.shape[:3])} as in k_pages with block_list, "
+            f"got {list(v_pages.shape[:3])}"
+        )
     extents = (num_pages, page_size // unit, num_heads if heads else 1)
     k_step, steps = _common_step(k_pages, unit, extents)
     v_step, v_steps = _common_step(v_pages, unit, extents)

@@ -56,12 +56,15 @@ def fmha_plan(
         xqa_decode_plan(decode, cache_seqlens)
 
 
+def _dtype_of_results(q: Tensor) -> torch.dtype:
+    return torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
+
+
 def _destinations(
     q: Tensor, head_dim_v: int, out: Tensor | None, lse: Tensor | None, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     if out is None:
-        dtype = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
-        out = q.new_empty(q.shape[0], q.shape[1], head_dim_v, dtype=dtype)
+        out = q.new_empty(q.shape[0], q.shape[1], head_dim_v, dtype=_dtype_of_results(q))
     if lse is None and return_lse:
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     return out, lse
@@ -202,7 +205,10 @@ def fmha_paged(
         plan: Made by `fmha_plan` for these lengths.
         block_list: int32 ``[B, H_kv, N]``: a KV head attends to the keys of these blocks alone, as of
             `build_block_tables`. With `causal`, the blocks of a request's new tokens are in, listed or not. The plan
-            is a `BlockPrefillPlan` then, which the call fills. It has a launch for each KV head, and no windows.
+            is a `BlockPrefillPlan` then, which the call fills. Without windows. All KV heads are one launch of
+            attention. Each has its own with sinks, a tree mask, a scale for each head, or rows beyond the plan's
+            scratch. So it is where strides of k_pages and v_pages have other ratios, or 2^31 pages are too few. Rows in
+            front of the first request may get zeros and ``-inf``, as those behind the last one do.
         kv_indptr: int32 ``[B + 1]``: request b owns the cells ``[kv_indptr[b], kv_indptr[b + 1])`` of `page_table`.
         report: int32 ``[8]`` of the checked mode: page indices outside the pool and lengths beyond the table are
             recorded there, and skipped.
@@ -360,60 +366,174 @@ def _prefill_blocks(
     v_scale: Tensor | None,
     options: dict[str, Any],
 ) -> None:
-    """`fmha_paged` with a `block_list`: KV heads have their turns, each with page tables of its own."""
+    """`fmha_paged` with a `block_list`: all KV heads at once, or each in its turn where a call asks for that."""
     op, batch_size, num_q_heads = "fmha_paged", cache_seqlens.shape[0], q.shape[1]
     num_pages, page_size, num_kv_heads = k_pages.shape[:3]
     key = (num_q_heads, num_kv_heads, block_list.shape[2], page_size, options["causal"])
     check_plan_key(op, plan, dict(zip(plan.key, key, strict=True)), "q, k_pages, block_list and causal")
-    if batch_size > plan.block_seqlens.shape[1]:
-        most = plan.block_seqlens.shape[1]
+    if batch_size > plan.max_batch_size:
+        most = plan.max_batch_size
         raise ValueError(f"attnops::{op}: plan: make one for {batch_size} requests, this one is for at most {most}")
-    if q.shape[0] > plan.lse_by_head.shape[1]:
-        most = plan.lse_by_head.shape[1]
+    if q.shape[0] > plan.max_num_tokens:
+        most = plan.max_num_tokens
         raise ValueError(f"attnops::{op}: plan: make one for {q.shape[0]} tokens, this one is for at most {most}")
-    tables, lengths = plan.block_tables[:, :batch_size], plan.block_seqlens[:, :batch_size]
     unit, group = unit_size(plan.block_size, page_size), num_q_heads // num_kv_heads
-    lse_by_head = None if lse is None else plan.lse_by_head[:, : q.shape[0]]
-    for head in range(num_kv_heads):
-        k_head, v_head = k_pages[:, :, head : head + 1], v_pages[:, :, head : head + 1]
-        k_units, v_units, (page_step, unit_step, _) = unit_pages(op, k_head, v_head, unit, heads=False)
-        if head == 0:
-            build_block_tables(
-                block_list,
-                page_table,
-                cache_seqlens,
-                block_size=plan.block_size,
-                page_size=page_size,
-                num_pages=num_pages,
-                block_tables=tables.transpose(0, 1),
-                block_seqlens=lengths.transpose(0, 1),
-                kv_indptr=kv_indptr,
-                cu_seqlens_q=cu_seqlens_q if options["causal"] else None,
-                page_step=page_step,
-                unit_step=unit_step,
-                causal=False,
-                report=report,
-            )
-        fmha_plan(plan.fmha, cu_seqlens_q, cache_seqlens=lengths[head])
+    units = None
+    if num_kv_heads > 1:
+        _check_rows(q, cu_seqlens_q, plan, batch_size, k_pages.shape[3], v_pages.shape[3], out, lse)
+        # A tree mask has a row for each token of q, and its bits must not end within the rows that no request owns.
+        alike = sinks is None and options["tree_mask"] is None and _is_of_all_heads(k_scale, v_scale)
+        units = _units_of_heads(k_pages, v_pages, unit) if alike and plan.has_room(q, out) else None
+    by_head = []
+    if units is None:
+        single = [slice(head, head + 1) for head in range(num_kv_heads)]
+        by_head = [unit_pages(op, k_pages[:, :, h], v_pages[:, :, h], unit, heads=False) for h in single]
+    page_step, unit_step, head_step = (units or by_head[0])[2]
+    tables, lengths, _ = plan.requests(batch_size)
+    build_block_tables(
+        block_list,
+        page_table,
+        cache_seqlens,
+        block_size=plan.block_size,
+        page_size=page_size,
+        num_pages=num_pages,
+        block_tables=tables[:, 1:].transpose(0, 1),
+        block_seqlens=lengths[:, 1:].transpose(0, 1),
+        kv_indptr=kv_indptr,
+        cu_seqlens_q=cu_seqlens_q if options["causal"] else None,
+        page_step=page_step,
+        unit_step=unit_step,
+        head_step=head_step,
+        causal=False,
+        report=report,
+    )
+    options = {**options, "report": report}
+    if units is not None:
+        options |= {"k_scale": k_scale, "v_scale": v_scale}
+        _attend_at_once(q, units[0], units[1], plan, batch_size, cu_seqlens_q, out, lse, options)
+        return
+    fmha, lse_by_head = plan.fmha_of(q.shape[0], batch_size), None
+    if lse is not None:
+        lse_by_head = lse.unsqueeze(0) if num_kv_heads == 1 else plan.by_head(lse, plan.lse_by_head)
+    for head, (k_units, v_units, _) in enumerate(by_head):
+        fmha_plan(fmha, cu_seqlens_q, cache_seqlens=lengths[head, 1:])
         own = slice(head * group, (head + 1) * group)
         fmha_paged(
             q[:, own],
             k_units,
             v_units,
-            tables[head],
-            lengths[head],
+            tables[head, 1:],
+            lengths[head, 1:],
             cu_seqlens_q,
-            plan.fmha,
+            fmha,
             sinks=None if sinks is None else sinks[own],
             k_scale=_of_head(k_scale, head),
             v_scale=_of_head(v_scale, head),
             out=out[:, own],
             lse=None if lse_by_head is None else lse_by_head[head],
-            report=report,
             **options,
         )
+    if lse is not None and lse_by_head is not None and num_kv_heads > 1:
+        _heads_first(lse, num_kv_heads).copy_(lse_by_head)
+
+
+def _attend_at_once(
+    q: Tensor,
+    k_units: Tensor,
+    v_units: Tensor,
+    plan: BlockPrefillPlan,
+    batch_size: int,
+    cu_seqlens_q: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    options: dict[str, Any],
+) -> None:
+    """Attention of the requests of `BlockPrefillPlan.requests`: all those of KV head 0, then of 1, and so on.
+
+    Rows of a head must follow each other, so q and the results pass through scratch. Before the requests of a head is
+    one without keys. It takes the rows that nobody owns, behind the last head's and in front of its own. They get zeros
+    and -inf.
+    """
+    num_tokens, num_kv_heads = q.shape[0], plan.num_kv_heads
+    tables, lengths, bounds = plan.requests(batch_size)
+    lengths[:, 0].zero_()
+    torch.add(cu_seqlens_q, plan.heads, alpha=num_tokens, out=bounds[1:].view_as(lengths))
+    q_by_head, out_by_head = plan.by_head(q, plan.q_by_head), plan.by_head(out, plan.out_by_head)
+    lse_by_head = None if lse is None else plan.by_head(lse, plan.lse_by_head)
+    _copy_rows(q_by_head, _heads_first(q, num_kv_heads))
+    fmha = plan.fmha_of(num_kv_heads * num_tokens, lengths.numel())
+    fmha_plan(fmha, bounds, cache_seqlens=lengths.flatten())
+    fmha_paged(
+        q_by_head.flatten(0, 1),
+        k_units,
+        v_units,
+        tables.flatten(0, 1),
+        lengths.flatten(),
+        bounds,
+        fmha,
+        out=out_by_head.flatten(0, 1),
+        lse=None if lse_by_head is None else lse_by_head.flatten(0, 1),
+        **options,
+    )
+    _copy_rows(_heads_first(out, num_kv_heads), out_by_head)
     if lse is not None and lse_by_head is not None:
-        lse.view(-1, num_kv_heads, group).copy_(lse_by_head.transpose(0, 1))
+        _heads_first(lse, num_kv_heads).copy_(lse_by_head)
+
+
+def _check_rows(
+    q: Tensor,
+    cu_seqlens_q: Tensor,
+    plan: BlockPrefillPlan,
+    batch_size: int,
+    head_dim_qk: int,
+    head_dim_v: int,
+    out: Tensor,
+    lse: Tensor | None,
+) -> None:
+    """Raises for what a copy or a sum would take, and the kernels would not."""
+    device, rows = plan.block_tables.device, (q.shape[0], q.shape[1])
+    given = (
+        ("q", q, q.dtype, (*rows, head_dim_qk)),
+        ("cu_seqlens_q", cu_seqlens_q, torch.int32, (batch_size + 1,)),
+        ("out", out, _dtype_of_results(q), (*rows, head_dim_v)),
+        ("lse", lse, torch.float32, rows),
+    )
+    for name, tensor, dtype, shape in given:
+        if tensor is None or (tensor.device == device and tensor.dtype == dtype and tensor.shape == shape):
+            continue
+        raise ValueError(
+            f"attnops::fmha_paged: {name} must be {dtype} {list(shape)} on {device} with block_list and this plan, "
+            f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+        )
+
+
+def _is_of_all_heads(*scales: Tensor | None) -> bool:
+    """Whether no scale is of one KV head alone."""
+    return all(scale is None or scale.shape[0] == 1 for scale in scales)
+
+
+def _units_of_heads(k_pages: Tensor, v_pages: Tensor, unit: int) -> tuple[Tensor, Tensor, tuple[int, int, int]] | None:
+    """`unit_pages` with a page for each KV head. None where strides, or the number of such pages, do not allow it."""
+    try:
+        return unit_pages("fmha_paged", k_pages, v_pages, unit, heads=True)
+    except ValueError:
+        return None
+
+
+def _heads_first(rows: Tensor, num_kv_heads: int) -> Tensor:
+    """Rows ``[T, H_q, ...]`` as ``[H_kv, T, group, ...]``, a view."""
+    return rows.unflatten(1, (num_kv_heads, -1)).transpose(0, 1)
+
+
+def _copy_rows(to: Tensor, rows: Tensor) -> None:
+    """Copies rows as words of 8 bytes, where they lie on these: a GPU would copy each element by itself."""
+    if not torch.compiler.is_compiling() and all(map(_is_of_words, (to, rows))):
+        to, rows = to.view(torch.int64), rows.view(torch.int64)
+    to.copy_(rows)
+
+
+def _is_of_words(rows: Tensor) -> bool:
+    return rows.stride(-1) == 1 and rows.shape[-1] * rows.element_size() % 8 == 0 and _in_vectors(rows)
 
 
 def _of_head(scale: Tensor | None, head: int) -> Tensor | None:
