@@ -79,7 +79,7 @@ def test_rules_of_three_groups(options, head_dim, page_size):
 
 def test_one_graph_serves_any_lengths():
     tokens = 4
-    problem = paged_problem([2000] * REQUESTS, tokens, num_q_heads=120, num_kv_heads=3, head_dim=128, page_size=16).to(
+    problem = paged_problem([2100] * REQUESTS, tokens, num_q_heads=120, num_kv_heads=3, head_dim=128, page_size=16).to(
         "cuda"
     )
     plan = make_plan(problem, seqlen_q=tokens, num_sm_parts=None)
