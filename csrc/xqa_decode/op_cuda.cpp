@@ -8,13 +8,16 @@
 namespace attnops::xqa_decode {
 namespace {
 
-// Of more rows, works of so many tiles stay whole where there is a share for each of them: a merge of many rows, and a
-// second piece, take as long.
+// Of more rows, works of so many tiles stay whole: a merge of many rows, and a second piece, take as long. And a work
+// costs as much as two tiles besides its own: its queries, its end.
 constexpr int kManyRows = 64, kShortTilesOfMany = 8;
+constexpr int kOverheadOfMany = 2 * static_cast<int>(kTileCost);
 
-int short_tiles(const SplitKvGeometry& geometry, int64_t rows) {
-  const bool each_has_a_share = num_works(geometry) <= num_groups(geometry);
-  return rows > kManyRows && each_has_a_share ? kShortTilesOfMany : geometry.short_tiles;
+SplitKvGeometry geometry_of_rows(SplitKvGeometry geometry, int64_t rows) {
+  if (rows <= kManyRows) return geometry;
+  geometry.short_tiles = kShortTilesOfMany;
+  if (geometry.fixed_split_tiles == 0) geometry.work_overhead = kOverheadOfMany;
+  return geometry;
 }
 
 void xqa_decode_plan_cuda(const Tensor& tile_scheduler_metadata, const Tensor& num_splits, const Tensor& cache_seqlens,
@@ -22,8 +25,7 @@ void xqa_decode_plan_cuda(const Tensor& tile_scheduler_metadata, const Tensor& n
                           int64_t rows) {
   const PlanParams plan = checked_plan_params(tile_scheduler_metadata, num_splits, cache_seqlens, seqlen_q,
                                               num_kv_heads, window_left, fixed_split_tokens, rows);
-  SplitKvGeometry geometry = gpu_plan_geometry(plan.geometry);
-  geometry.short_tiles = short_tiles(geometry, rows);
+  const SplitKvGeometry geometry = geometry_of_rows(gpu_plan_geometry(plan.geometry), rows);
   const OnDevice guard(cache_seqlens);
   launch_plan(geometry, plan.tensors.cache_seqlens, plan.tensors.tile_scheduler_metadata, plan.tensors.num_splits,
               current_stream(cache_seqlens));

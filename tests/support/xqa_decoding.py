@@ -132,8 +132,13 @@ def check_replays(problem, plan, batches):
         graph.replay()
         torch.cuda.synchronize()
         expected, expected_lse = reference.paged_attention(
-            q.unsqueeze(1).cpu(), problem.k_pages.cpu(), problem.v_pages.cpu(), table.cpu(), seqlens.cpu(), **on_cpu
+            q.unflatten(0, (len(now), -1)).cpu(),
+            problem.k_pages.cpu(),
+            problem.v_pages.cpu(),
+            table.cpu(),
+            seqlens.cpu(),
+            **on_cpu,
         )
-        expected, expected_lse = expected.squeeze(1), expected_lse.squeeze(1)
+        expected, expected_lse = expected.flatten(0, 1), expected_lse.flatten(0, 1)
         torch.testing.assert_close(out.cpu().double(), expected, rtol=2e-2, atol=4e-3)
         torch.testing.assert_close(lse.cpu().double(), expected_lse, rtol=1e-4, atol=1e-4)

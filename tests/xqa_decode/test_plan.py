@@ -41,7 +41,7 @@ GEOMETRIES = st.fixed_dictionaries(
         "num_sm_parts": st.sampled_from([1, 2, 3, 16, 132, 264]),
         "work_overhead": st.sampled_from([0, 1, 4, 16]),
         "even_shares": st.sampled_from([0, 0, 1, 3, 120]),
-        "short_tiles": st.sampled_from([0, 2]),
+        "short_tiles": st.sampled_from([0, 2, 8]),
     }
 )
 
