@@ -79,12 +79,12 @@ def test_rules_of_three_groups(options, head_dim, page_size):
 
 def test_one_graph_serves_any_lengths():
     tokens = 4
-    problem = paged_problem([2100] * REQUESTS, tokens, num_q_heads=120, num_kv_heads=3, head_dim=128, page_size=16).to(
+    problem = paged_problem([2112] * REQUESTS, tokens, num_q_heads=120, num_kv_heads=3, head_dim=128, page_size=16).to(
         "cuda"
     )
     plan = make_plan(problem, seqlen_q=tokens, num_sm_parts=None)
     mixed = lengths_for(tokens)
-    check_replays(problem, plan, [mixed, [2100] * REQUESTS, [0] * REQUESTS, [tokens] * REQUESTS, mixed[::-1]])
+    check_replays(problem, plan, [mixed, [2112] * REQUESTS, [0] * REQUESTS, [tokens] * REQUESTS, mixed[::-1]])
 
 
 @pytest.mark.parametrize("works", [XQA_LEAST_LARGE_WORKS - 1, XQA_LEAST_LARGE_WORKS])
