@@ -4,7 +4,8 @@ A cell is a CUDA graph of several calls, each over slots of its own, replayed an
 of the bytes that a call cannot avoid, at the rates of issue 21: 4.65 TB/s read, 4.2 TB/s copied. `--cpu` times the CPU,
 beside transformers' plain torch. `--peers` times SGLang's and FLA's kernels too, where `linear_peers.py` finds them: as
 many calls over the same slots, in a graph as well, replayed in turns with attnops. A peer is compared with attnops
-first, and not timed where the two differ. `linear_warm.py` compiles the peers' kernels before, in many processes.
+first, and not timed where the two differ. Prompts of a delta rule of at most 2048 tokens also have their errors, and
+the peers', against float64 token by token. `linear_warm.py` compiles the peers' kernels before, in many processes.
 `--only first` times the first call of each op in a process of its own. `--write` records each cell as it is done.
 """
 
@@ -24,6 +25,7 @@ from pathlib import Path
 
 import torch
 from attnops import ops
+from attnops.backends.linear import takes_one_launch
 from linear_cells import (
     CONV_DECODES,
     CONVOLUTIONS,
@@ -40,19 +42,27 @@ from linear_peers import Calls, PeerCall, Peers, quick_tuning, torch_chunk
 from records import Record, cpu_name, write
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+from linear_reference import delta_gates, delta_step, relative
+
 COPY, READ = 4.2e9, 4.65e9  # bytes a millisecond
 POOL = 3 * 2**30  # bytes of states
+EXACT = 2048  # tokens of the longest prompt of a delta rule that float64 takes, too
 AGREE = 0.03  # the relative Frobenius norm by which a peer may differ: of a state in bf16, two ways of rounding
 
 
 @dataclass(frozen=True)
 class Check:
-    """What a first call of attnops changes. pools: the states to compare first. lengths: of rings, empty meanwhile."""
+    """What a first call of attnops changes.
+
+    pools: the states to compare first. lengths: of rings, empty meanwhile. exact: out and states in float64.
+    """
 
     out: Tensor
     pools: list[Tensor]
     slots: Tensor
     lengths: Tensor | None = None
+    exact: Callable[[], tuple[Tensor, Tensor]] | None = None
 
 
 class Bench:
@@ -64,6 +74,7 @@ class Bench:
         self.records: list[Record] = []
         self.failed = self.tries = self.skip = 0
         self.copied = COPY
+        self.errors: dict[str, float] = {}  # of the cell that is compared, by contender
         self.generator = torch.Generator(device).manual_seed(0)  # none that a failed capture could spoil
 
     def copy_rate(self) -> None:
@@ -92,6 +103,7 @@ class Bench:
         check: Check | None = None,
     ) -> None:
         """peers: for each turn, calls by their names."""
+        self.errors = {}
         notes = self.compare(case, calls[0], peers[0], check) if peers else {}
         contenders = {"attnops": calls} | {name: [turn[name] for turn in peers or ()] for name in notes}
         times = self.time(case, contenders)
@@ -101,11 +113,15 @@ class Bench:
         floor_ms *= COPY / self.copied  # on a CPU, of its own rate
         note = f"floor {1e3 * floor_ms:.1f} us, {floor_ms / ms:.2f} of it" if floor_ms else ""
         device = {"device": cpu_name()} if self.device == "cpu" else {}
-        self.records.append(Record(case, "attnops", params, ms=ms, note=note, **device))
+        errors = {name: f"error {error:.2e}" for name, error in self.errors.items()}
+        note, error = ", ".join(filter(None, (note, errors.get("attnops")))), self.errors.get("attnops")
+        self.records.append(Record(case, "attnops", params, ms=ms, rel_err=error, note=note, **device))
         beside = ""
         for name, theirs in times.items():
-            told = notes[name.removesuffix(", eager")]
-            self.records.append(Record(case, name, params, ms=theirs, version=Peers.version(name), note=told, **device))
+            plain = name.removesuffix(", eager")
+            told = ", ".join(filter(None, (notes[plain], errors.get(plain))))
+            known = {"version": Peers.version(name), "rel_err": self.errors.get(plain), "note": told}
+            self.records.append(Record(case, name, params, theirs, **known, **device))
             beside += f"  {name} {1e3 * theirs:.1f} ({theirs / ms:.2f}x{', ' if told else ''}{told})"
         print(f"{case:16s} {1e3 * ms:9.2f} us  {note}{beside}  {params}", flush=True)
         if self.save:
@@ -128,6 +144,9 @@ class Bench:
             check.lengths.zero_()
         call()
         wanted = [check.out.float(), check.pools[0][slots].float()]
+        exact = None if check.exact is None else check.exact()
+        if exact:
+            self.errors["attnops"] = max(map(relative, wanted, exact))
         for name, peer in peers.items():
             if not isinstance(peer, PeerCall):
                 found[name] = ""
@@ -138,6 +157,8 @@ class Bench:
                 state = state.mT if peer.key_first and state is not None else state
                 pairs = [(out, wanted[0])] + ([] if state is None else [(state, wanted[1])])
                 worst = max(float((got.float().reshape(want.shape) - want).norm() / want.norm()) for got, want in pairs)
+                if exact:
+                    self.errors[name] = max(relative(got.reshape(x.shape), x) for (got, _), x in zip(pairs, exact))
             except Exception as error:  # a peer's own
                 print(f"{case}: {name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
                 continue
@@ -214,7 +235,7 @@ class Bench:
         self.cell("linear_decode", params, calls, 2 * batch * per_slot / COPY, beside, check)
 
     def conv_decode(self, model: Model, batch: int, kept: torch.dtype) -> None:
-        """A step's convolution and recurrence in one call, beside the two."""
+        """A step's convolution and recurrence, in the form that the backends take, beside the other one."""
         per_slot = model.heads * model.values * model.keys * kept.itemsize
         channels = 2 * model.groups * model.keys + model.heads * model.values
         num_slots = max(POOL // per_slot // batch, 2) * batch
@@ -232,12 +253,13 @@ class Bench:
             slots = self.indices(list(range(turn * batch, (turn + 1) * batch)))
             given = {"states": states, "state_indices": slots, "out": out, **gates}
             whole = {**given, "conv_states": conv_states, "num_k_heads": model.groups}
-            calls.append(partial(ops.delta_conv_decode, x, weight, None, a, b, **whole))
+            forms = {"attnops, one launch": partial(ops.delta_conv_decode, x, weight, None, a, b, **whole)}
             pool = {"conv_states": conv_states, "state_indices": slots, "out": mixed}
             first = partial(ops.causal_conv1d_update, x, weight, None, **pool)
-            pair: Calls = {
-                "attnops, two launches": partial(_both, first, partial(ops.delta_decode, q, k, v, a, b, **given))
-            }
+            second = partial(ops.delta_decode, q, k, v, a, b, **given)
+            forms["attnops, two launches"] = partial(_both, first, second)
+            calls.append(forms.pop(f"attnops, {'one launch' if takes_one_launch(states, batch) else 'two launches'}"))
+            pair: Calls = forms
             if self.peers:
                 pair |= self.peers.conv_delta_step(
                     x, weight, conv_states, (model.groups, model.heads, model.keys, model.values), a, b, per_head, bias,
@@ -282,7 +304,10 @@ class Bench:
                 calls.append(partial(ops.ssd_prefill, v, dt, per_head - 1, k, q, dt_softplus=dt is not None, **given))
             if self.device == "cpu" and model.delta and not model.channels:
                 beside.append(torch_chunk(q, k, v, a, b, per_head, bias, batch))
-            checks.append(Check(given["out"], [states], slots))
+            exact = None
+            if model.delta and max(lengths) <= EXACT:
+                exact = partial(_exact_prompts, (q, k, v, a, b), per_head, bias, states.shape, lengths)
+            checks.append(Check(given["out"], [states], slots, exact=exact))
             if self.peers:
                 if model.delta:
                     beside.append(self.peers.delta_prompts(q, k, v, a, b, per_head, bias, states, slots, bounds))
@@ -459,6 +484,23 @@ class Bench:
         states = torch.zeros(36, 64, 32, 128, 128, device=self.device)
         calls = [partial(ops.copy_states, states, self.indices([2 * i]), self.indices([2 * i + 1])) for i in range(16)]
         self.cell("copy_states", {"bytes": states[:, 0].numel() * 4}, calls, 2 * states[:, 0].numel() * 4 / COPY)
+
+
+def _exact_prompts(
+    tokens: tuple[Tensor, ...], A_log: Tensor, bias: Tensor, shape: torch.Size, lengths: list[int]
+) -> tuple[Tensor, Tensor]:
+    """Out ``[T, HV, V]`` and states of ragged prompts in float64, a token of all requests at a time."""
+    q, k, v, a, b = (x.double() for x in tokens)
+    g, beta = delta_gates(a, b, A_log.double(), bias.double(), 0.0)
+    counts = torch.tensor(lengths, device=v.device)
+    starts, out = counts.cumsum(0) - counts, torch.zeros_like(v)
+    states = torch.zeros(shape, dtype=torch.float64, device=v.device)
+    for t in range(max(lengths)):
+        live = counts.gt(t).nonzero().flatten()
+        at = starts[live] + t
+        new, out[at] = delta_step(states[live], *(x[at] for x in (q, k, v, g, beta)), q.shape[-1] ** -0.5, True)
+        states[live] = new
+    return out, states
 
 
 def _both(first: Callable[[], object], second: Callable[[], object]) -> None:

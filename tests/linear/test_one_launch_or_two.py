@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -56,9 +57,9 @@ class Layer:
     """A linear layer of 16 heads of keys and 32 of values, its backend and a request in each of its pool's rows."""
 
     def __init__(self, device, kind, requests, kept_as):
-        heads, dim, io = (16, 32) if kind is GDNAttnBackend else (32, 32), 128 if device == "cuda" else 8, torch.bfloat16
+        heads, dim = (16 if kind is GDNAttnBackend else 32, 32), 128 if device == "cuda" else 8
         channels = (2 * heads[0] + heads[1]) * dim
-        normal = lambda *shape, dtype=io: torch.randn(*shape).to(device, dtype)  # noqa: E731
+        normal = lambda *shape, dtype=torch.bfloat16: torch.randn(*shape).to(device, dtype)  # noqa: E731
         states = MambaPool(requests, 1, (channels, 3), (heads[1], dim, dim), temporal_dtype=kept_as, device=device)
         self.pool = HybridReqToTokenPool(requests, 64, states, device)
         limits = Limits(max_batch_size=requests, max_seqlen=64, max_num_tokens=requests)
@@ -106,7 +107,7 @@ def test_requests_of_few_and_of_many_have_the_same_bits(kind, kept_as, device):
     for cuts in ([0, 8, 16, 18], [0, 9, 10, 18]):
         for pool, start in zip(layer.states, first):
             pool.copy_(start)
-        for begin, end in zip(cuts, cuts[1:]):
+        for begin, end in pairwise(cuts):
             few = layer.step(begin, end, padding=[i - begin for i in (3, 17) if begin <= i < end])
             assert torch.equal(few, out[begin:end])
         assert all(map(torch.equal, layer.states, after))

@@ -321,7 +321,8 @@ class LinearAttnBackend(ABC):
         options["silu"] = layer.activation == "silu"
         if step.query_start_loc is None:
             rows = None if self._convolved is None else self._convolved[: len(x)]
-            fits = rows is not None and rows.shape == x.shape and rows.dtype == x.dtype  # else the op says what is wrong
+            # Else the op says what is wrong with x.
+            fits = rows is not None and rows.shape == x.shape and rows.dtype == x.dtype
             return ops.causal_conv1d_update(x, weight, layer.bias, out=rows if fits else None, **options)
         options |= {"cu_seqlens": step.query_start_loc, "has_initial_state": step.has_initial_state}
         if step.checkpoints is not None:  # before the states are overwritten
