@@ -73,14 +73,8 @@ class Bench:
         self.device, self.rounds, self.peers, self.save = device, rounds, peers, save
         self.records: list[Record] = []
         self.failed = self.tries = self.skip = 0
-        self.copied = COPY
         self.errors: dict[str, float] = {}  # of the cell that is compared, by contender
         self.generator = torch.Generator(device).manual_seed(0)  # none that a failed capture could spoil
-
-    def copy_rate(self) -> None:
-        """The floor of a CPU: a plain copy as large as a batch of states."""
-        source, target = torch.randn(2, 2**24).unbind(0)
-        self.copied = 2 * source.nbytes / _cpu_ms([partial(target.copy_, source)], 9)
 
     def tensor(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.randn(shape, device=self.device, generator=self.generator).to(dtype)
@@ -106,11 +100,14 @@ class Bench:
         self.errors = {}
         notes = self.compare(case, calls[0], peers[0], check) if peers else {}
         contenders = {"attnops": calls} | {name: [turn[name] for turn in peers or ()] for name in notes}
+        if self.device == "cpu" and floor_ms:  # the floor of a CPU: a plain copy of as many bytes, in turns as well
+            sides = torch.randn(8, round(floor_ms * COPY / 8))
+            contenders["copy"] = [partial(sides[i].copy_, sides[i + 4]) for i in range(4)]
         times = self.time(case, contenders)
+        floor_ms = times.pop("copy", floor_ms)
         if "attnops" not in times:
             raise RuntimeError(f"{case}: attnops was not timed: {params}")
         ms, first = times.pop("attnops"), len(self.records)
-        floor_ms *= COPY / self.copied  # on a CPU, of its own rate
         note = f"floor {1e3 * floor_ms:.1f} us, {floor_ms / ms:.2f} of it" if floor_ms else ""
         device = {"device": cpu_name()} if self.device == "cpu" else {}
         errors = {name: f"error {error:.2e}" for name, error in self.errors.items()}
@@ -174,7 +171,7 @@ class Bench:
     def time(self, case: str, contenders: dict[str, list[Callable[[], object]]]) -> dict[str, float]:
         """Median milliseconds of a call, the contenders in turns. ", eager": what no graph could capture."""
         if self.device == "cpu":
-            return {name: _cpu_ms(calls, self.rounds) for name, calls in contenders.items()}
+            return _cpu_times(contenders, self.rounds)
         torch.cuda.empty_cache()
         replays: dict[str, Callable[[], object]] = {}
         for name, calls in contenders.items():
@@ -527,14 +524,17 @@ def _captured(calls: list[Callable[[], object]]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def _cpu_ms(calls: list[Callable[[], object]], rounds: int) -> float:
-    calls[0]()
-    times = []
-    for i in range(rounds):
-        begin = time.perf_counter()
-        calls[i % len(calls)]()
-        times.append(1e3 * (time.perf_counter() - begin))
-    return statistics.median(times)
+def _cpu_times(contenders: dict[str, list[Callable[[], object]]], rounds: int) -> dict[str, float]:
+    """Median milliseconds of a call, in turns, after one of each."""
+    for calls in contenders.values():
+        _all(calls)
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(rounds):
+        for name, calls in contenders.items():
+            begin = time.perf_counter()
+            calls[turn % len(calls)]()
+            times[name].append(1e3 * (time.perf_counter() - begin))
+    return {name: statistics.median(taken) for name, taken in times.items()}
 
 
 def main() -> None:
@@ -557,7 +557,6 @@ def main() -> None:
     bench = Bench("cpu" if options.cpu else "cuda", options.rounds, peers, name if options.write else "")
     bench.skip = options.skip
     if options.cpu:
-        bench.copy_rate()
         bench.decode(GDN, 16, torch.float32, 2**28)
         bench.prefill(GDN, [2048], 0)
         bench.first_calls()
