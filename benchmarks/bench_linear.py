@@ -5,8 +5,9 @@ of the bytes that a call cannot avoid, at the rates of issue 21: 4.65 TB/s read,
 beside transformers' plain torch. `--peers` times SGLang's and FLA's kernels too, where `linear_peers.py` finds them: as
 many calls over the same slots, in a graph as well, replayed in turns with attnops. A peer is compared with attnops
 first, and not timed where the two differ. Prompts of a delta rule of at most 2048 tokens also have their errors, and
-the peers', against float64 token by token. `linear_warm.py` compiles the peers' kernels before, in many processes.
-`--only first` times the first call of each op in a process of its own. `--write` records each cell as it is done.
+the peers', against float64 token by token. `--flashinfer` adds FlashInfer's gated delta rule. `linear_warm.py` compiles
+the other peers' kernels before, in many processes. `--only first` times the first call of each op in a process of its
+own. `--write` records each cell as it is done.
 """
 
 from __future__ import annotations
@@ -299,19 +300,19 @@ class Bench:
             else:
                 dt = None if model.constant else a
                 calls.append(partial(ops.ssd_prefill, v, dt, per_head - 1, k, q, dt_softplus=dt is not None, **given))
+            exact, turn = None, {}
             if self.device == "cpu" and model.delta and not model.channels:
-                beside.append(torch_chunk(q, k, v, a, b, per_head, bias, batch))
-            exact = None
+                turn = torch_chunk(q, k, v, a, b, per_head, bias, batch)
             if model.delta and max(lengths) <= EXACT:
                 exact = partial(_exact_prompts, (q, k, v, a, b), per_head, bias, states.shape, lengths)
             checks.append(Check(given["out"], [states], slots, exact=exact))
-            if self.peers:
-                if model.delta:
-                    beside.append(self.peers.delta_prompts(q, k, v, a, b, per_head, bias, states, slots, bounds))
-                elif model.constant:
-                    beside.append(self.peers.lightning(q, k, v, per_head - 1, states, slots, bounds, False))
-                else:
-                    beside.append(self.peers.ssd_prompts(v, a, per_head - 1, k, q, states, slots, bounds, lengths))
+            if self.peers and model.delta:
+                turn |= self.peers.delta_prompts(q, k, v, a, b, per_head, bias, states, slots, bounds)
+            elif self.peers and model.constant:
+                turn |= self.peers.lightning(q, k, v, per_head - 1, states, slots, bounds, False)
+            elif self.peers:
+                turn |= self.peers.ssd_prompts(v, a, per_head - 1, k, q, states, slots, bounds, lengths)
+            beside.append(turn)
         drawn = f"{batch}, together {total}, the longest {max(lengths)}"
         of_all = f"{batch} x {lengths[0]}" if len(set(lengths)) == 1 else drawn
         params = {"model": model.name, "lengths": of_all}
@@ -542,6 +543,7 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="time the CPU's kernels")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--peers", action="store_true", help="time SGLang and FLA as well")
+    parser.add_argument("--flashinfer", action="store_true", help="with --peers: FlashInfer, compiled at first calls")
     parser.add_argument("--only", default="", help="a group: decode, conv_decode, convolve, prefill, verify, first")
     parser.add_argument("--seed", type=int, help="cells that this seed draws, in place of the fixed ones")
     parser.add_argument("--cells", type=int, default=40, help="how many of them")
@@ -553,7 +555,7 @@ def main() -> None:
     name = f"{options.name}-linear" if options.cpu else f"h200-linear{'-drawn' if drawn else ''}"
     if options.peers and not options.cpu:
         quick_tuning()
-    peers = Peers() if options.peers else None
+    peers = Peers(options.flashinfer) if options.peers else None
     bench = Bench("cpu" if options.cpu else "cuda", options.rounds, peers, name if options.write else "")
     bench.skip = options.skip
     if options.cpu:
