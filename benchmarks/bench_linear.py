@@ -4,8 +4,10 @@ A cell is a CUDA graph of several calls, each over slots of its own, replayed an
 of the bytes that a call cannot avoid, at the rates of issue 21: 4.65 TB/s read, 4.2 TB/s copied. `--cpu` times the CPU,
 beside transformers' plain torch. `--peers` times SGLang's and FLA's kernels too, where `linear_peers.py` finds them: as
 many calls over the same slots, in a graph as well, replayed in turns with attnops. A peer is compared with attnops
-first, and not timed where the two differ. `linear_warm.py` compiles the peers' kernels before, in many processes.
-`--only first` times the first call of each op in a process of its own. `--write` records each cell as it is done.
+first, and not timed where the two differ. Prompts of a delta rule of at most 2048 tokens also have their errors, and
+the peers', against float64 token by token. `--flashinfer` adds FlashInfer's gated delta rule. `linear_warm.py` compiles
+the other peers' kernels before, in many processes. `--only first` times the first call of each op in a process of its
+own. `--write` records each cell as it is done.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from pathlib import Path
 
 import torch
 from attnops import ops
+from attnops.backends.linear import takes_one_launch
 from linear_cells import (
     CONV_DECODES,
     CONVOLUTIONS,
@@ -40,19 +43,27 @@ from linear_peers import Calls, PeerCall, Peers, quick_tuning, torch_chunk
 from records import Record, cpu_name, write
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+from linear_reference import delta_gates, delta_step, relative
+
 COPY, READ = 4.2e9, 4.65e9  # bytes a millisecond
 POOL = 3 * 2**30  # bytes of states
+EXACT = 2048  # tokens of the longest prompt of a delta rule that float64 takes, too
 AGREE = 0.03  # the relative Frobenius norm by which a peer may differ: of a state in bf16, two ways of rounding
 
 
 @dataclass(frozen=True)
 class Check:
-    """What a first call of attnops changes. pools: the states to compare first. lengths: of rings, empty meanwhile."""
+    """What a first call of attnops changes.
+
+    pools: the states to compare first. lengths: of rings, empty meanwhile. exact: out and states in float64.
+    """
 
     out: Tensor
     pools: list[Tensor]
     slots: Tensor
     lengths: Tensor | None = None
+    exact: Callable[[], tuple[Tensor, Tensor]] | None = None
 
 
 class Bench:
@@ -63,13 +74,8 @@ class Bench:
         self.device, self.rounds, self.peers, self.save = device, rounds, peers, save
         self.records: list[Record] = []
         self.failed = self.tries = self.skip = 0
-        self.copied = COPY
+        self.errors: dict[str, float] = {}  # of the cell that is compared, by contender
         self.generator = torch.Generator(device).manual_seed(0)  # none that a failed capture could spoil
-
-    def copy_rate(self) -> None:
-        """The floor of a CPU: a plain copy as large as a batch of states."""
-        source, target = torch.randn(2, 2**24).unbind(0)
-        self.copied = 2 * source.nbytes / _cpu_ms([partial(target.copy_, source)], 9)
 
     def tensor(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.randn(shape, device=self.device, generator=self.generator).to(dtype)
@@ -92,20 +98,28 @@ class Bench:
         check: Check | None = None,
     ) -> None:
         """peers: for each turn, calls by their names."""
+        self.errors = {}
         notes = self.compare(case, calls[0], peers[0], check) if peers else {}
         contenders = {"attnops": calls} | {name: [turn[name] for turn in peers or ()] for name in notes}
+        if self.device == "cpu" and floor_ms:  # the floor of a CPU: a plain copy of as many bytes, in turns as well
+            sides = torch.randn(8, round(floor_ms * COPY / 8))
+            contenders["copy"] = [partial(sides[i].copy_, sides[i + 4]) for i in range(4)]
         times = self.time(case, contenders)
+        floor_ms = times.pop("copy", floor_ms)
         if "attnops" not in times:
             raise RuntimeError(f"{case}: attnops was not timed: {params}")
         ms, first = times.pop("attnops"), len(self.records)
-        floor_ms *= COPY / self.copied  # on a CPU, of its own rate
         note = f"floor {1e3 * floor_ms:.1f} us, {floor_ms / ms:.2f} of it" if floor_ms else ""
         device = {"device": cpu_name()} if self.device == "cpu" else {}
-        self.records.append(Record(case, "attnops", params, ms=ms, note=note, **device))
+        errors = {name: f"error {error:.2e}" for name, error in self.errors.items()}
+        note, error = ", ".join(filter(None, (note, errors.get("attnops")))), self.errors.get("attnops")
+        self.records.append(Record(case, "attnops", params, ms=ms, rel_err=error, note=note, **device))
         beside = ""
         for name, theirs in times.items():
-            told = notes[name.removesuffix(", eager")]
-            self.records.append(Record(case, name, params, ms=theirs, version=Peers.version(name), note=told, **device))
+            plain = name.removesuffix(", eager")
+            told = ", ".join(filter(None, (notes[plain], errors.get(plain))))
+            known = {"version": Peers.version(name), "rel_err": self.errors.get(plain), "note": told}
+            self.records.append(Record(case, name, params, theirs, **known, **device))
             beside += f"  {name} {1e3 * theirs:.1f} ({theirs / ms:.2f}x{', ' if told else ''}{told})"
         print(f"{case:16s} {1e3 * ms:9.2f} us  {note}{beside}  {params}", flush=True)
         if self.save:
@@ -128,6 +142,9 @@ class Bench:
             check.lengths.zero_()
         call()
         wanted = [check.out.float(), check.pools[0][slots].float()]
+        exact = None if check.exact is None else check.exact()
+        if exact:
+            self.errors["attnops"] = max(map(relative, wanted, exact))
         for name, peer in peers.items():
             if not isinstance(peer, PeerCall):
                 found[name] = ""
@@ -138,6 +155,8 @@ class Bench:
                 state = state.mT if peer.key_first and state is not None else state
                 pairs = [(out, wanted[0])] + ([] if state is None else [(state, wanted[1])])
                 worst = max(float((got.float().reshape(want.shape) - want).norm() / want.norm()) for got, want in pairs)
+                if exact:
+                    self.errors[name] = max(relative(got.reshape(x.shape), x) for (got, _), x in zip(pairs, exact))
             except Exception as error:  # a peer's own
                 print(f"{case}: {name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
                 continue
@@ -153,7 +172,7 @@ class Bench:
     def time(self, case: str, contenders: dict[str, list[Callable[[], object]]]) -> dict[str, float]:
         """Median milliseconds of a call, the contenders in turns. ", eager": what no graph could capture."""
         if self.device == "cpu":
-            return {name: _cpu_ms(calls, self.rounds) for name, calls in contenders.items()}
+            return _cpu_times(contenders, self.rounds)
         torch.cuda.empty_cache()
         replays: dict[str, Callable[[], object]] = {}
         for name, calls in contenders.items():
@@ -214,7 +233,7 @@ class Bench:
         self.cell("linear_decode", params, calls, 2 * batch * per_slot / COPY, beside, check)
 
     def conv_decode(self, model: Model, batch: int, kept: torch.dtype) -> None:
-        """A step's convolution and recurrence in one call, beside the two."""
+        """A step's convolution and recurrence, in the form that the backends take, beside the other one."""
         per_slot = model.heads * model.values * model.keys * kept.itemsize
         channels = 2 * model.groups * model.keys + model.heads * model.values
         num_slots = max(POOL // per_slot // batch, 2) * batch
@@ -232,12 +251,13 @@ class Bench:
             slots = self.indices(list(range(turn * batch, (turn + 1) * batch)))
             given = {"states": states, "state_indices": slots, "out": out, **gates}
             whole = {**given, "conv_states": conv_states, "num_k_heads": model.groups}
-            calls.append(partial(ops.delta_conv_decode, x, weight, None, a, b, **whole))
+            forms = {"attnops, one launch": partial(ops.delta_conv_decode, x, weight, None, a, b, **whole)}
             pool = {"conv_states": conv_states, "state_indices": slots, "out": mixed}
             first = partial(ops.causal_conv1d_update, x, weight, None, **pool)
-            pair: Calls = {
-                "attnops, two launches": partial(_both, first, partial(ops.delta_decode, q, k, v, a, b, **given))
-            }
+            second = partial(ops.delta_decode, q, k, v, a, b, **given)
+            forms["attnops, two launches"] = partial(_both, first, second)
+            calls.append(forms.pop(f"attnops, {'one launch' if takes_one_launch(states, batch) else 'two launches'}"))
+            pair: Calls = forms
             if self.peers:
                 pair |= self.peers.conv_delta_step(
                     x, weight, conv_states, (model.groups, model.heads, model.keys, model.values), a, b, per_head, bias,
@@ -280,16 +300,19 @@ class Bench:
             else:
                 dt = None if model.constant else a
                 calls.append(partial(ops.ssd_prefill, v, dt, per_head - 1, k, q, dt_softplus=dt is not None, **given))
+            exact, turn = None, {}
             if self.device == "cpu" and model.delta and not model.channels:
-                beside.append(torch_chunk(q, k, v, a, b, per_head, bias, batch))
-            checks.append(Check(given["out"], [states], slots))
-            if self.peers:
-                if model.delta:
-                    beside.append(self.peers.delta_prompts(q, k, v, a, b, per_head, bias, states, slots, bounds))
-                elif model.constant:
-                    beside.append(self.peers.lightning(q, k, v, per_head - 1, states, slots, bounds, False))
-                else:
-                    beside.append(self.peers.ssd_prompts(v, a, per_head - 1, k, q, states, slots, bounds, lengths))
+                turn = torch_chunk(q, k, v, a, b, per_head, bias, batch)
+            if model.delta and max(lengths) <= EXACT:
+                exact = partial(_exact_prompts, (q, k, v, a, b), per_head, bias, states.shape, lengths)
+            checks.append(Check(given["out"], [states], slots, exact=exact))
+            if self.peers and model.delta:
+                turn |= self.peers.delta_prompts(q, k, v, a, b, per_head, bias, states, slots, bounds)
+            elif self.peers and model.constant:
+                turn |= self.peers.lightning(q, k, v, per_head - 1, states, slots, bounds, False)
+            elif self.peers:
+                turn |= self.peers.ssd_prompts(v, a, per_head - 1, k, q, states, slots, bounds, lengths)
+            beside.append(turn)
         drawn = f"{batch}, together {total}, the longest {max(lengths)}"
         of_all = f"{batch} x {lengths[0]}" if len(set(lengths)) == 1 else drawn
         params = {"model": model.name, "lengths": of_all}
@@ -461,6 +484,23 @@ class Bench:
         self.cell("copy_states", {"bytes": states[:, 0].numel() * 4}, calls, 2 * states[:, 0].numel() * 4 / COPY)
 
 
+def _exact_prompts(
+    tokens: tuple[Tensor, ...], A_log: Tensor, bias: Tensor, shape: torch.Size, lengths: list[int]
+) -> tuple[Tensor, Tensor]:
+    """Out ``[T, HV, V]`` and states of ragged prompts in float64, a token of all requests at a time."""
+    q, k, v, a, b = (x.double() for x in tokens)
+    g, beta = delta_gates(a, b, A_log.double(), bias.double(), 0.0)
+    counts = torch.tensor(lengths, device=v.device)
+    starts, out = counts.cumsum(0) - counts, torch.zeros_like(v)
+    states = torch.zeros(shape, dtype=torch.float64, device=v.device)
+    for t in range(max(lengths)):
+        live = counts.gt(t).nonzero().flatten()
+        at = starts[live] + t
+        new, out[at] = delta_step(states[live], *(x[at] for x in (q, k, v, g, beta)), q.shape[-1] ** -0.5, True)
+        states[live] = new
+    return out, states
+
+
 def _both(first: Callable[[], object], second: Callable[[], object]) -> None:
     first()
     second()
@@ -485,14 +525,17 @@ def _captured(calls: list[Callable[[], object]]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def _cpu_ms(calls: list[Callable[[], object]], rounds: int) -> float:
-    calls[0]()
-    times = []
-    for i in range(rounds):
-        begin = time.perf_counter()
-        calls[i % len(calls)]()
-        times.append(1e3 * (time.perf_counter() - begin))
-    return statistics.median(times)
+def _cpu_times(contenders: dict[str, list[Callable[[], object]]], rounds: int) -> dict[str, float]:
+    """Median milliseconds of a call, in turns, after one of each."""
+    for calls in contenders.values():
+        _all(calls)
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(rounds):
+        for name, calls in contenders.items():
+            begin = time.perf_counter()
+            calls[turn % len(calls)]()
+            times[name].append(1e3 * (time.perf_counter() - begin))
+    return {name: statistics.median(taken) for name, taken in times.items()}
 
 
 def main() -> None:
@@ -500,6 +543,7 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="time the CPU's kernels")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--peers", action="store_true", help="time SGLang and FLA as well")
+    parser.add_argument("--flashinfer", action="store_true", help="with --peers: FlashInfer, compiled at first calls")
     parser.add_argument("--only", default="", help="a group: decode, conv_decode, convolve, prefill, verify, first")
     parser.add_argument("--seed", type=int, help="cells that this seed draws, in place of the fixed ones")
     parser.add_argument("--cells", type=int, default=40, help="how many of them")
@@ -511,11 +555,10 @@ def main() -> None:
     name = f"{options.name}-linear" if options.cpu else f"h200-linear{'-drawn' if drawn else ''}"
     if options.peers and not options.cpu:
         quick_tuning()
-    peers = Peers() if options.peers else None
+    peers = Peers(options.flashinfer) if options.peers else None
     bench = Bench("cpu" if options.cpu else "cuda", options.rounds, peers, name if options.write else "")
     bench.skip = options.skip
     if options.cpu:
-        bench.copy_rate()
         bench.decode(GDN, 16, torch.float32, 2**28)
         bench.prefill(GDN, [2048], 0)
         bench.first_calls()

@@ -41,6 +41,7 @@ FAMILIES = {
     "h200-sparse_sampled": "Sparse MLA of sampled shapes, H200",
     "h200-indexer": "Indexer of sparse MLA, H200",
     "h200-linear": "Linear attention, H200",
+    "h200-linear-drawn": "Linear attention of drawn shapes, H200",
     "h200-speculation": "Speculative decoding, H200",
     "h200-vllm": "Attention of vLLM's steps, H200",
     "h200-vllm-engine-gqa": "vLLM as a whole, GQA, H200",

@@ -1,5 +1,7 @@
 """Peers of `bench_linear.py`: SGLang's Triton kernels and FLA's, by their public functions, where they are found.
 
+FlashInfer's gated delta rule is a peer by request. Its kernels are compiled at their first call, some for each extent.
+
 SGLang's files ask its server for settings, which stand-ins answer here. Each function gives calls by the peer's name,
 or nothing where the peer has no such kernel. What a peer's step needs besides its main kernel, as gates, is in its
 call. A call knows how to read what it computed, so that it is compared with attnops before it is timed.
@@ -110,9 +112,9 @@ def _import(name: str, function: str) -> Callable[..., object] | None:
 
 
 class Peers:
-    """What is found of SGLang and FLA."""
+    """What is found of SGLang and FLA, and with `flashinfer` of FlashInfer."""
 
-    def __init__(self) -> None:
+    def __init__(self, flashinfer: bool = False) -> None:
         self._bounds = self._wide = torch.empty(0)
         found = importlib.util.find_spec("sglang")
         if found and found.submodule_search_locations:
@@ -142,12 +144,17 @@ class Peers:
         self.fla_kda_step = some and _import("fla.ops.kda", "fused_recurrent_kda")
         self.fla_conv = some and _import("fla.modules.causal_conv1d", "causal_conv1d")
         self.fla_conv_step = some and _import("fla.modules.causal_conv1d", "causal_conv1d_update")
+        norm = flashinfer and both and _import(f"{fla}.l2norm", "l2norm_fwd")
+        self.norm = norm or (flashinfer and some and _import("fla.modules.l2norm", "l2norm_fwd"))
+        self.flashinfer_gdn = flashinfer and _import("flashinfer.gdn_prefill", "chunk_gated_delta_rule")
+        self.flashinfer_step = flashinfer and _import("flashinfer.gdn_decode", "gated_delta_rule_decode_pretranspose")
+        self.flashinfer_drafts = flashinfer and _import("flashinfer.gdn_decode", "gated_delta_rule_mtp")
 
     @staticmethod
     def version(peer: str) -> str:
         if peer.startswith("attnops"):
             return ""
-        named = {"SGLang": "sglang", "transformers": "transformers"}
+        named = {"SGLang": "sglang", "transformers": "transformers", "FlashInfer": "flashinfer-python"}
         for name in (next((named[begin] for begin in named if peer.startswith(begin)), "fla-core"),):
             try:
                 return metadata.version(name)
@@ -179,6 +186,12 @@ class Peers:
                 use_qk_l2norm_in_kernel=True, cu_seqlens=bounds, is_kda=channels,
             )  # fmt: skip
             calls["SGLang"] = PeerCall(call, lambda found: (found, pool()))
+        if self.flashinfer_step and not channels and q.shape[-1] == v.shape[-1] == 128:
+            own, rows = v.new_empty(len(v), 1, *v.shape[1:]), [t.unsqueeze(1) for t in (q, k, v, a, b)]
+            call = partial(
+                self.flashinfer_step, *rows[:3], None, A_log, rows[3], bias, rows[4], scale, own, True, states, slots
+            )
+            calls["FlashInfer"] = PeerCall(call, lambda found: (found[0], pool()))
         step = self.fla_kda_step if channels else self.fla_gdn_step
         if step:
             call = partial(
@@ -277,6 +290,16 @@ class Peers:
                 dt_bias=bias.flatten(), state_v_first=True, cu_seqlens=wide,
             )  # fmt: skip
             calls["FLA"] = PeerCall(call, lambda found: found[:2])
+        if not channels and self.flashinfer_gdn and self.norm and self.gating and q.shape[-1] == v.shape[-1] == 128:
+            prompts, norm, made, result = self.flashinfer_gdn, self.norm, self.gating, torch.empty_like(v)
+
+            def flashinfer() -> object:
+                g, beta = made(A_log, a, b, bias)  # type: ignore[misc]
+                unit = [t[0] if isinstance(t, tuple) else t for t in (norm(q), norm(k))]
+                return prompts(*unit, v, g[0].exp(), beta[0].float(), output_final_state=True, cu_seqlens=wide,
+                               output=result, output_state=states, state_indices=slots)  # fmt: skip
+
+            calls["FlashInfer"] = PeerCall(flashinfer, lambda _: (result, pool()))
         if not channels and self.sglang_gdn and self.gating:
             gdn, gating = self.sglang_gdn, self.gating
 
@@ -357,12 +380,14 @@ class Peers:
                accepted: int) -> Calls:  # fmt: skip
         """Drafts with a state kept for each, and the last accepted one copied. kind: of a layer, as in its name.
 
+        FlashInfer takes chains of GDN alone.
+
         snapshots: ``[B, T, HV, V, K]``. parents: of each draft ``[B, T]``, None for a chain.
         """
-        batch = len(slots)
+        batch, calls = len(slots), {}
         drafts, row = len(q) // batch, lambda t: t.unsqueeze(0)
         own, wide = torch.arange(batch, dtype=torch.int32, device=q.device), slots.long()
-        draft: Callable[[], object]
+        draft: Callable[[], object] | None
         key_first, out = False, torch.empty_like(v)
         if kind in ("GDN", "KDA") and self.update:
             draft = partial(
@@ -390,14 +415,26 @@ class Peers:
                 self.seg_la, q, k, v, states, 1 - A_log, meta, caches=snapshots, cache_indices=own, softmax_scale=1.0
             ), True  # fmt: skip
         else:
-            return {}
+            draft = None
 
-        def sglang() -> object:
-            found = draft()
+        def kept(call: Callable[[], object]) -> object:
+            found = call()
             states.index_copy_(0, wide, snapshots[:batch, accepted - 1])
             return found
 
-        return {"SGLang snapshots": PeerCall(sglang, lambda found: (out if found is None else found, None), key_first)}
+        if draft is not None:
+            read = lambda found: (out if found is None else found, None)  # noqa: E731
+            calls["SGLang snapshots"] = PeerCall(partial(kept, draft), read, key_first)
+        halves = states.dtype == torch.bfloat16
+        step = self.flashinfer_step if halves else self.flashinfer_drafts
+        if step and kind == "GDN" and parents is None and q.shape[-1] == v.shape[-1] == 128:
+            chain = [t.unflatten(0, (batch, drafts)) for t in (q, k, v, a, b)]
+            given = {"A_log": A_log, "a": chain[3], "dt_bias": bias, "b": chain[4], "initial_state": states}
+            given |= {"initial_state_indices": slots, "intermediate_states_buffer": snapshots[:batch]}
+            given |= {"disable_state_update": True, **({"state": None} if halves else {})}
+            call = partial(kept, partial(step, *chain[:3], **given))
+            calls["FlashInfer snapshots"] = PeerCall(call, lambda found: (found[0], None))
+        return calls
 
 
 def _slots(pool: Tensor, slots: Tensor) -> Tensor:

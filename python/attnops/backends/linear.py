@@ -5,6 +5,7 @@ A step is decode, one token for each request, or ragged: prompts, their continua
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,23 @@ from attnops.types import AttentionBatch, Limits, device_of
 
 if TYPE_CHECKING:
     from attnops.layers.radix_linear_attention import RadixLinearAttention
+
+
+# Elements of a step's states up to which one launch is faster on a GPU. It saves 1.2 us, and each of its CTAs convolves
+# the keys and queries of its head anew: docs/log/linear.md has the cells. What the host knows decides, no length.
+MOST_IN_ONE_LAUNCH = 2**22
+
+
+def takes_one_launch(states: Tensor, batch_size: int) -> bool:
+    """Whether a decode step's convolution and recurrence are one call: `ops.delta_conv_decode`, or the two ops.
+
+    The bits are the same. On a CPU one call is always as fast or faster.
+
+    Args:
+        states: ``[num_slots, HV, V, K]`` of a layer.
+        batch_size: Requests of the step, of one token each, padding among them.
+    """
+    return not states.is_cuda or batch_size * math.prod(states.shape[1:]) <= MOST_IN_ONE_LAUNCH
 
 
 @dataclass(frozen=True)
@@ -83,6 +101,8 @@ class LinearAttnBackend(ABC):
         self._wide_indices = zeros(size, torch.int64)
         self._indices, self._prefix, self._plan = (zeros(size, torch.int32) for _ in range(3))
         self._has_initial, self._bounds = zeros(size, torch.bool), zeros(size + 1, torch.int32)
+        conv = states.states.conv  # what is convolved of a token per request, of one layer after the other
+        self._convolved = None if conv is None else conv.new_empty(size, conv.shape[2])
         self.report = new_report(self.device) if is_checked() else None
         self._drafts = DraftInputs(states, limits) if states.speculative_num_draft_tokens else None
         self._kept = CheckpointInputs(pool, limits) if pool.max_checkpoints else None
@@ -273,7 +293,7 @@ class LinearAttnBackend(ABC):
         where: dict[str, Any],
         out: Tensor,
     ) -> bool:
-        """Convolution and recurrence of a token per request in one op, where the rule has one: whether it did."""
+        """Convolution and recurrence of a token per request in one op, where the rule has one and it pays: whether."""
         return False
 
     def _convolve(
@@ -300,7 +320,10 @@ class LinearAttnBackend(ABC):
         }
         options["silu"] = layer.activation == "silu"
         if step.query_start_loc is None:
-            return ops.causal_conv1d_update(x, weight, layer.bias, **options)
+            rows = None if self._convolved is None else self._convolved[: len(x)]
+            # Else the op says what is wrong with x.
+            fits = rows is not None and rows.shape == x.shape and rows.dtype == x.dtype
+            return ops.causal_conv1d_update(x, weight, layer.bias, out=rows if fits else None, **options)
         options |= {"cu_seqlens": step.query_start_loc, "has_initial_state": step.has_initial_state}
         if step.checkpoints is not None:  # before the states are overwritten
             where = (step.query_start_loc, step.mamba_cache_indices, step.prefix_lens)
@@ -355,6 +378,8 @@ class _DeltaRule(LinearAttnBackend):
 
     def decode_mixed(self, layer, mixed_qkv, a, b, conv_states, where, out) -> bool:  # type: ignore[no-untyped-def]
         if layer.conv_weights is None or a is None or b is None or a.dim() != self.gate_dims:
+            return False
+        if not takes_one_launch(where["states"], len(mixed_qkv)):
             return False
         options = {**self._options(layer, out), "silu": layer.activation == "silu", "conv_states": conv_states, **where}
         ops.delta_conv_decode(mixed_qkv, layer.conv_weights, layer.bias, a, b, num_k_heads=layer.num_k_heads, **options)
