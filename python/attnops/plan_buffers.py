@@ -11,7 +11,7 @@ from torch import Tensor
 from attnops.graph_buffers import PagedStep
 from attnops.metadata.fmha_plan import FmhaPlan, tokens_for_decode
 from attnops.metadata.plan import MLA_ROWS_PER_WORK, MlaDecodePlan, XqaDecodePlan
-from attnops.metadata.plan_parts import mla_num_sm_parts, xqa_invariant_cuts, xqa_num_sm_parts
+from attnops.metadata.plan_parts import mla_num_sm_parts, suits_prefill, xqa_invariant_cuts, xqa_num_sm_parts
 from attnops.types import AttentionBatch, AttentionSpec, AttentionType, Limits
 
 MLA_INVARIANT_SPLIT_TOKENS = 1024  # where a deterministic MLA model's requests are cut, whatever else is in the batch
@@ -85,7 +85,27 @@ class DecodePlans:
             first = next(iter(self._whole.values()), plan)
             scratch = {name: getattr(first, name) for name in ("out_partial", "lse_partial", "semaphores")}
             self._whole[window] = dataclasses.replace(plan, **scratch)
-        self._max_batch_size = max_batch_size
+        self._max_batch_size, self._seqlen_q = max_batch_size, seqlen_q
+        self._by_prefill = [
+            not spec.is_mla
+            and spec.head_dim == spec.v_head_dim
+            and suits_prefill(
+                device,
+                size,
+                spec.num_kv_heads,
+                rows=seqlen_q * (spec.num_q_heads // spec.num_kv_heads),
+                head_dim=spec.head_dim,
+                page_size=spec.page_size,
+                dtype=spec.dtype,
+                kv_dtype=kv_dtype,
+                fixed_split_tokens=cuts,
+            )
+            for size in range(max_batch_size + 1)
+        ]
+        self._prefill: dict[int, FmhaPlan] = {}
+        if self._by_prefill[-1]:
+            self._cu_seqlens_q = torch.arange(max_batch_size + 1, dtype=torch.int32, device=device) * seqlen_q
+            self._prefill = _fmha_plans(spec, max_batch_size * seqlen_q, max_batch_size, spec.windows, device)
 
     def views(self, batch_size: int) -> dict[int, DecodePlan]:
         """A plan per window, for `batch_size` requests: views of the same memory whatever the size.
@@ -94,7 +114,7 @@ class DecodePlans:
         """
         if batch_size > self._max_batch_size:
             raise ValueError(f"attnops: {batch_size} requests, the plans were allocated for {self._max_batch_size}")
-        return {
+        views: dict[int, DecodePlan] = {
             window: dataclasses.replace(
                 plan,
                 batch_size=batch_size,
@@ -103,6 +123,40 @@ class DecodePlans:
             )
             for window, plan in self._whole.items()
         }
+        if self._by_prefill[batch_size]:
+            for window, plan in views.items():
+                assert isinstance(plan, XqaDecodePlan)
+                prefill = _tiles_of(self._prefill[window], batch_size, batch_size * self._seqlen_q)
+                begins = self._cu_seqlens_q[: batch_size + 1]
+                views[window] = dataclasses.replace(plan, prefill=prefill, cu_seqlens_q=begins)
+        return views
+
+
+def _fmha_plans(
+    spec: AttentionSpec, max_num_tokens: int, max_batch_size: int, windows: tuple[int, ...], device: torch.device
+) -> dict[int, FmhaPlan]:
+    """One per window, over one scratch: one call at a time."""
+    plans = {
+        window: FmhaPlan.allocate(
+            max_num_tokens,
+            max_batch_size,
+            causal=spec.attn_type is AttentionType.DECODER,
+            window_left=window,
+            num_q_heads=spec.num_q_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=max(spec.head_dim, spec.v_head_dim),
+            split_keys=not spec.deterministic,
+            device=device,
+        )
+        for window in windows
+    }
+    partial = next(iter(plans.values())).partial
+    return {window: dataclasses.replace(plan, partial=partial) for window, plan in plans.items()}
+
+
+def _tiles_of(plan: FmhaPlan, batch_size: int, num_tokens: int) -> FmhaPlan:
+    """The plan with as many tiles as a step of this shape can have, whatever its lengths."""
+    return dataclasses.replace(plan, tile_order=plan.tile_order[: -(-num_tokens // plan.tile_q) + batch_size])
 
 
 class FmhaPlans:
@@ -123,24 +177,10 @@ class FmhaPlans:
         windows: tuple[int, ...] | None = None,
     ) -> None:
         size = limits.max_batch_size if max_batch_size is None else max_batch_size
-        self._whole = {
-            window: FmhaPlan.allocate(
-                limits.max_num_tokens,
-                size,
-                causal=spec.attn_type is AttentionType.DECODER,
-                window_left=window,
-                num_q_heads=spec.num_q_heads,
-                num_kv_heads=spec.num_kv_heads,
-                head_dim=max(spec.head_dim, spec.v_head_dim),
-                split_keys=not spec.deterministic,
-                device=device,
-            )
-            for window in (spec.windows if windows is None else windows)
-        }
+        windows = spec.windows if windows is None else windows
+        self._whole = _fmha_plans(spec, limits.max_num_tokens, size, windows, device)
         self._spec, self._limits, self._device, self._max_batch_size = spec, limits, device, size
         self._decode: dict[int, DecodePlans] = {}  # by tokens of a request, where they are few
-        partial = next(iter(self._whole.values())).partial  # one call at a time
-        self._whole = {window: dataclasses.replace(plan, partial=partial) for window, plan in self._whole.items()}
 
     def views(self, batch_size: int, num_tokens: int, max_seqlen_q: int = 0) -> dict[int, FmhaPlan]:
         """A plan per window, of as many tiles as a step of this shape can have, whatever its lengths.
@@ -149,11 +189,7 @@ class FmhaPlans:
         """
         few = self._decode_plan(batch_size, self.decode_tokens(max_seqlen_q))
         return {
-            window: dataclasses.replace(
-                plan,
-                tile_order=plan.tile_order[: -(-num_tokens // plan.tile_q) + batch_size],
-                decode=few if window < 0 else None,
-            )
+            window: dataclasses.replace(_tiles_of(plan, batch_size, num_tokens), decode=few if window < 0 else None)
             for window, plan in self._whole.items()
         }
 

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from attnops import ops
 from attnops.backends.attend import plan_of
 from attnops.backends.base import is_causal
 from attnops.backends.store import FP8, heads, uses_window_slots
 from attnops.graph_buffers import PagedStep
-from attnops.metadata.plan import MlaDecodePlan
+from attnops.metadata.plan import MlaDecodePlan, XqaDecodePlan
 from attnops.ops.layer_call import bind_mla_layer, bind_xqa_layer, mla_layer, repeatable, xqa_layer
 from attnops.plan_buffers import DecodePlan, TokenBlocks
 from attnops.pools import MHATokenToKVPool, MLATokenToKVPool, SWAKVPool
@@ -49,6 +50,52 @@ def _holder(layer: RadixAttention, name: str) -> Mapping[str, Tensor | None] | N
     """The dictionary of a layer that has its tensor `name`, if it has one now."""
     tensors = layer._parameters if name in layer._parameters else layer._buffers
     return None if tensors[name] is None else tensors
+
+
+def _stores_then_attends(
+    layer: RadixAttention,
+    by_request: Callable[[str, Tensor, int], Tensor],
+    k_pages: Tensor,
+    v_pages: Tensor,
+    table: Tensor,
+    plan: XqaDecodePlan,
+    options: dict[str, Any],
+) -> Callable[..., None]:
+    """What `xqa_layer` does, where `ops.xqa_decode` leaves attending to other kernels."""
+
+    def call(
+        out: Tensor,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        slots: Tensor | None,
+        cache_seqlens: Tensor,
+        tree_mask: Tensor | None,
+        sinks: Tensor | None,
+        k_scale: Tensor | None,
+        v_scale: Tensor | None,
+    ) -> None:
+        if k is not None and v is not None:
+            assert slots is not None
+            k = heads("k", k, layer.num_kv_heads, layer.head_dim)
+            v = heads("v", v, layer.num_kv_heads, layer.v_head_dim)
+            ops.store_kv(k_pages, v_pages, k, v, slots, report=options["report"])
+        ops.xqa_decode(
+            by_request("q", q, layer.head_dim),
+            k_pages,
+            v_pages,
+            table,
+            cache_seqlens,
+            plan,
+            sinks=sinks,
+            tree_mask=tree_mask,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            out=by_request("out", out, layer.v_head_dim),
+            **options,
+        )
+
+    return call
 
 
 def bind_layer(
@@ -112,8 +159,11 @@ def bind_layer(
         k_pages, v_pages = pool.get_kv_buffer(layer.layer_id)
         queries = by_request("q", q, layer.head_dim)
         rows = by_request("out", out, layer.v_head_dim)
-        bound = bind_xqa_layer(rows, queries, k_pages, v_pages, table, cache_seqlens, plan, **options)
-        call = repeatable(xqa_layer, bound)
+        if plan.prefill is None:
+            bound = bind_xqa_layer(rows, queries, k_pages, v_pages, table, cache_seqlens, plan, **options)
+            call = repeatable(xqa_layer, bound)
+        else:
+            call = _stores_then_attends(layer, by_request, k_pages, v_pages, table, plan, options)
     return BoundLayer(
         version=layer.version,
         pool=pool,

@@ -8,12 +8,16 @@ graph may hold both calls.
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from attnops.metadata.plan_checks import MAX_CUTS, MAX_LEAST_CUT, check_range, check_shared, cuts_of_rule
 from attnops.metadata.plan_parts import XQA_SMALL_BLOCK, mla_num_sm_parts, xqa_num_sm_parts
+
+if TYPE_CHECKING:
+    from attnops.metadata.fmha_plan import FmhaPlan  # whose plans may have one of these
 
 TILE_TOKENS = 64  # KV tokens per tile of every plan: csrc/*/plan.h
 MLA_ROWS_PER_WORK = 64  # query rows (token, head) per block of a work: csrc/mla_decode/plan.h
@@ -83,7 +87,7 @@ def allocate_tensors(
     num_partials: int,
     num_semaphores: int,
     device: torch.device,
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     return {
         "tile_scheduler_metadata": torch.zeros(num_sm_parts, _ENTRY_SIZE, dtype=torch.int32, device=device),
         "num_splits": torch.zeros(batch_size + 1, dtype=torch.int32, device=device),
@@ -95,10 +99,17 @@ def allocate_tensors(
 
 @dataclasses.dataclass(frozen=True)
 class XqaDecodePlan(SplitKvPlan):
-    """Plan of `ops.xqa_decode` for one geometry; works are (request, KV head)."""
+    """Plan of `ops.xqa_decode` for one geometry; works are (request, KV head).
+
+    Attributes:
+        prefill, cu_seqlens_q: Where `fmha_paged`'s kernels are faster (`suits_prefill`): their plan, and int32
+            ``[B + 1]``, where each request's tokens begin. Calls that they do not serve go by the rest of the plan.
+    """
 
     num_kv_heads: int
     head_dim: int
+    prefill: FmhaPlan | None = None
+    cu_seqlens_q: Tensor | None = None
 
     @property
     def rows(self) -> int:

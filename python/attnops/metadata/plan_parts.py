@@ -25,6 +25,9 @@ XQA_CLUSTER_WORKS = 132  # of a call that clusters may take: csrc/xqa_decode/sm9
 XQA_LARGE_BLOCK, XQA_ROWS_PER_BLOCK, XQA_SMALL_BLOCK = 192, 128, 64
 XQA_LEAST_LARGE_WORKS = 99  # of a call from which on one block takes 129 to 192 rows of 16-bit pages
 
+# Works for each SM from which on prefill's kernels serve decode of 65 to 128 rows, and of more than 192.
+XQA_PREFILL_WORKS_PER_SM, XQA_PREFILL_WORKS_PER_SM_OF_MANY = 2, 1
+
 XQA_INVARIANT_CUTS = 96  # of a long request over all KV heads: docs/kernels/xqa_decode.md
 XQA_LEAST_CUT = 8  # tiles of a cut, where it writes a partial result
 XQA_FOLDED_CUTS = {4: 32, 8: 28}  # the same of one KV head, where 256 over all heads do not suit the clusters
@@ -131,6 +134,37 @@ def xqa_num_sm_parts(
         if batch_size and (batch_size % fewer == 0 or fewer % batch_size == 0):
             return fewer * num_kv_heads
     return groups * num_kv_heads
+
+
+def suits_prefill(
+    device: torch.device,
+    batch_size: int,
+    num_kv_heads: int,
+    *,
+    rows: int,
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    fixed_split_tokens: int = 0,
+) -> bool:
+    """Whether `fmha_paged`'s kernels serve such decode calls faster than those of `xqa_decode`, whatever the lengths.
+
+    Products bind there, and prefill's tiles have twice as many keys. Few works are divided better by decode's plan, 129
+    to 192 rows by its large blocks. Measured on an H200 (docs/log/xqa_decode.md, "Decode of many works by prefill").
+
+    Args:
+        rows: Query rows (token, head) of a request and KV head.
+        dtype, kv_dtype: Of q and of the pages.
+    """
+    if dtype != kv_dtype or dtype.itemsize != 2 or fixed_split_tokens or not 64 < head_dim <= 128 or head_dim % 8:
+        return False
+    if not (64 < rows <= XQA_ROWS_PER_BLOCK or rows > XQA_LARGE_BLOCK) or not _in_boxes(page_size) or page_size > 128:
+        return False
+    if not runs_hopper_kernels(device):
+        return False
+    per_sm = XQA_PREFILL_WORKS_PER_SM if rows <= XQA_ROWS_PER_BLOCK else XQA_PREFILL_WORKS_PER_SM_OF_MANY
+    return batch_size * num_kv_heads >= per_sm * _gpu(device).sms
 
 
 def xqa_invariant_cuts(

@@ -13,6 +13,7 @@ from attnops.metadata.fmha_plan import FmhaPlan
 from attnops.metadata.plan import XqaDecodePlan
 from attnops.metadata.plan_checks import check_plan_key
 from attnops.ops._arguments import names_its_arguments, register_fake
+from attnops.ops._prefill_calls import attend_pages, order_tiles
 from attnops.ops.block_lists import build_block_tables, unit_pages
 from attnops.ops.xqa_decode import xqa_decode, xqa_decode_plan
 
@@ -36,19 +37,7 @@ def fmha_plan(
 
     Source: longest processing time first (Graham 1969) over binned costs, a stable counting sort.
     """
-    torch.ops.attnops.fmha_plan.default(
-        plan.tile_order,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        cache_seqlens,
-        plan.tile_q,
-        plan.causal,
-        plan.window_left,
-        plan.pieces,
-        plan.works_per_tile,
-        0,
-        plan.cut_in_part,
-    )
+    order_tiles(plan, cu_seqlens_q, cu_seqlens_k, cache_seqlens)
     decode = plan.decode
     if decode is not None and cu_seqlens_q.shape[0] == decode.batch_size + 1:
         if cache_seqlens is None:
@@ -257,7 +246,7 @@ def fmha_paged(
             return_lse=return_lse,
         )
     out, lse = _destinations(q, v_pages.shape[-1], out, lse, return_lse)
-    torch.ops.attnops.fmha_paged.default(
+    attend_pages(
         out,
         lse,
         q,
@@ -267,22 +256,18 @@ def fmha_paged(
         kv_indptr,
         cache_seqlens,
         cu_seqlens_q,
-        plan.tile_order,
-        plan.tile_q,
-        1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale,
-        causal,
-        window_left,
-        window_right,
-        logit_cap,
-        sinks,
-        tree_mask,
-        k_scale,
-        v_scale,
-        report,
-        plan.semaphores,
-        plan.pieces,
-        plan.partial,
-        hidden_keys,
+        plan,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_left=window_left,
+        window_right=window_right,
+        logit_cap=logit_cap,
+        sinks=sinks,
+        tree_mask=tree_mask,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        report=report,
+        hidden_keys=hidden_keys,
     )
     return out, lse
 

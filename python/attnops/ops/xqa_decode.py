@@ -21,6 +21,7 @@ from attnops.ops._arguments import (
     register_fake,
     shape_by_request,
 )
+from attnops.ops._prefill_calls import attend_pages, order_tiles
 from attnops.ops.block_lists import build_block_tables, unit_pages
 
 
@@ -46,6 +47,8 @@ def xqa_decode_plan(plan: XqaDecodePlan, cache_seqlens: Tensor) -> None:
         plan.fixed_split_tokens,
         plan.rows,
     )
+    if plan.prefill is not None and plan.cu_seqlens_q is not None:
+        order_tiles(plan.prefill, plan.cu_seqlens_q, None, cache_seqlens)
 
 
 def xqa_decode(
@@ -153,6 +156,13 @@ def xqa_decode(
         if out is None:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = lse_like(q, lse, return_lse or sinks_in_lse)
+        plain = causal and logit_cap == 0.0 and tree_mask is None and report is None and cu_seqlens_q is None
+        if plan.prefill is not None and plain:
+            pages = (k_pages, v_pages, page_table, kv_indptr, cache_seqlens)
+            if _decode_by_prefill(q, *pages, plan, softmax_scale, sinks, k_scale, v_scale, out, lse):
+                if sinks_in_lse:
+                    add_sinks(lse, sinks)
+                return out, lse
         if tree_mask is not None and cu_seqlens_q is None:
             tree_mask = by_request("xqa_decode", "tree_mask", tree_mask, shape, 2)
 
@@ -201,6 +211,55 @@ def _shape_of_ragged(q: Tensor, cu_seqlens_q: Tensor, seqlen_q: int) -> Sequence
             f"got {list(cu_seqlens_q.shape)} and {list(q.shape)}"
         )
     return (cu_seqlens_q.shape[0] - 1, seqlen_q, *q.shape[1:])
+
+
+def _decode_by_prefill(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    kv_indptr: Tensor | None,
+    cache_seqlens: Tensor,
+    plan: XqaDecodePlan,
+    softmax_scale: float | None,
+    sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    out: Tensor,
+    lse: Tensor | None,
+) -> bool:
+    """The call by `fmha_paged`'s kernels, if its tensors suit that: pages of q's type, and tokens at one distance."""
+    queries, rows = _tokens_in_a_row(q), _tokens_in_a_row(out)
+    if queries is None or rows is None or k_pages.dtype != q.dtype or v_pages.dtype != q.dtype:
+        return False
+    assert plan.prefill is not None and plan.cu_seqlens_q is not None
+    attend_pages(
+        rows,
+        None if lse is None else lse.view(-1, q.shape[-2]),
+        queries,
+        k_pages,
+        v_pages,
+        page_table,
+        kv_indptr,
+        cache_seqlens,
+        plan.cu_seqlens_q,
+        plan.prefill,
+        softmax_scale=softmax_scale,
+        window_left=plan.window_left,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    return True
+
+
+def _tokens_in_a_row(tensor: Tensor) -> Tensor | None:
+    """``[B * S_q, H_q, D]``; None where no view is that."""
+    if tensor.dim() == 3:
+        return tensor
+    if tensor.dim() != 4 or tensor.stride(0) != tensor.shape[1] * tensor.stride(1):
+        return None
+    return tensor.flatten(0, 1)
 
 
 def _refuse_with_blocks(

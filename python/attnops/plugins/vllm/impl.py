@@ -37,8 +37,11 @@ class BoundDecode:
         return None
 
     def comes_again(self, shape: tuple[Any, ...], plan: Any, kv_cache: Tensor) -> bool:
-        """Whether the last step had this shape, too, and so it is worth binding."""
-        again = shape == self._shape and self._kept[0] is plan and self._kept[1] is kv_cache
+        """Whether the last step had this shape, too, and so it is worth binding.
+
+        Not where `ops.xqa_decode` leaves attending to other kernels.
+        """
+        again = shape == self._shape and self._kept[0] is plan and self._kept[1] is kv_cache and plan.prefill is None
         self._shape, self._kept, self._call = shape, (plan, kv_cache), None
         return again
 

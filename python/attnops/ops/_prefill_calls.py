@@ -1,0 +1,83 @@
+"""The prefill ops as they stand, for `ops.fmha` and for decode of many rows, which their kernels may serve."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from attnops.metadata.fmha_plan import FmhaPlan
+
+
+def order_tiles(
+    plan: FmhaPlan, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, cache_seqlens: Tensor | None
+) -> None:
+    """`ops.fmha_plan` without the plan of `xqa_decode` that may belong to it."""
+    torch.ops.attnops.fmha_plan.default(
+        plan.tile_order,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        cache_seqlens,
+        plan.tile_q,
+        plan.causal,
+        plan.window_left,
+        plan.pieces,
+        plan.works_per_tile,
+        0,
+        plan.cut_in_part,
+    )
+
+
+def attend_pages(
+    out: Tensor,
+    lse: Tensor | None,
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    kv_indptr: Tensor | None,
+    cache_seqlens: Tensor,
+    cu_seqlens_q: Tensor,
+    plan: FmhaPlan,
+    *,
+    softmax_scale: float | None,
+    causal: bool = True,
+    window_left: int = -1,
+    window_right: int = -1,
+    logit_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    report: Tensor | None = None,
+    hidden_keys: Tensor | None = None,
+) -> None:
+    """`ops.fmha_paged` by its own kernels."""
+    torch.ops.attnops.fmha_paged.default(
+        out,
+        lse,
+        q,
+        k_pages,
+        v_pages,
+        page_table,
+        kv_indptr,
+        cache_seqlens,
+        cu_seqlens_q,
+        plan.tile_order,
+        plan.tile_q,
+        1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale,
+        causal,
+        window_left,
+        window_right,
+        logit_cap,
+        sinks,
+        tree_mask,
+        k_scale,
+        v_scale,
+        report,
+        plan.semaphores,
+        plan.pieces,
+        plan.partial,
+        hidden_keys,
+    )
