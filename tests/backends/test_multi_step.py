@@ -13,6 +13,7 @@ from attnops.backends import (
     NativeSparseAttnMultiStepBackend,
     get_backend_class,
 )
+from attnops.graphs import CudaGraphs, GraphRunner, StaticInput
 from attnops.info import kernel_counts
 from attnops.types import AttentionBatch, AttentionSpec, ForwardMode, Limits
 from checks import MAX_RELATIVE_ERROR, relative_error
@@ -136,6 +137,52 @@ def test_idle_ranks_stay_idle():
     step = loop.backend.step(0)
     assert step.forward_mode.is_idle() and step.num_tokens == 6
     assert not loop.layer(*(torch.ones(6, heads * 64) for heads in (4, 2, 2)), step).any()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name, trees", [("trtllm_mha", True), ("trtllm_mha", False), ("torch_native", True)])
+def test_idle_ranks_replay_the_graphs_of_others(device, name, trees):
+    """Nothing is stored, the steps say that they are idle, and replays before and after are right."""
+    options = {"device": device, "dtype": torch.float32 if device == "cpu" else torch.bfloat16, "trees": trees}
+    loop, eager = (Loop(name, 16, 2, 5, **options) for _ in range(2))
+    shape, dims = (4, 2), loop.dims
+    rows_of = {"q": (*shape, 4, dims[0]), "k": (*shape, 2, dims[1]), "v": (*shape, 2, dims[2])}
+    runner = GraphRunner(
+        loop.model, loop.backend, loop.table, loop.pool, sizes=[2, 4], layers={0: loop.layer},
+        inputs={key: StaticInput(rows, dtype=loop.dtype, per="request") for key, rows in rows_of.items()},
+        recorder=GraphTape if device == "cpu" else CudaGraphs(device),
+    )  # fmt: skip
+    runner.capture(progress=False)
+    lengths, rows = [17, 40], [3, 1]
+    for one in (loop, eager):
+        one.generator.manual_seed(1)
+        one.fill(lengths, rows)
+    for turn in range(2):
+        inputs, same = loop.inputs(2), eager.inputs(2)
+        named = dict(zip(("q", "k", "v"), inputs))
+        got = runner.replay(torch.zeros(2, dtype=torch.int64, device=device), loop.batch(lengths, rows), **named)
+        assert torch.equal(got, run_eagerly(eager, eager.batch(lengths, rows), *same)), f"turn {turn}"
+        assert loop.backend.step(0).actual_forward_mode is ForwardMode.DECODE
+        before = [pages.clone() for pages in loop.pool.all_buffers()[0]]
+        none = torch.zeros(0, dtype=torch.int32, device=device)
+        for count in (1, 2, 3):
+            idle = AttentionBatch(
+                forward_mode=ForwardMode.IDLE, req_pool_indices=none, cache_seqlens=none, num_tokens=count
+            )
+            assert runner.can_replay(idle)
+            assert len(runner.replay(none.long(), idle)) == count
+            step = loop.backend.step(3)
+            assert (step.forward_mode, step.actual_forward_mode) == (ForwardMode.DECODE, ForwardMode.IDLE)
+            assert (step.out_cache_loc == -1).all()
+        for old, new in zip(before, loop.pool.all_buffers()[0]):
+            assert torch.equal(old.nan_to_num(9e9), new.nan_to_num(9e9))
+    for count, message in ((0, "an idle batch of no rows has nothing to replay"), (5, "the batch has 5 requests")):
+        idle = dataclasses.replace(idle, num_tokens=count)
+        assert message in runner.reason_against(idle)
+        with pytest.raises(ValueError, match=message):
+            runner.replay(none.long(), idle)
+    with pytest.raises(ValueError, match=r"actual_forward_mode of a DECODE batch must be DECODE or IDLE, got .*EXTEND"):
+        dataclasses.replace(loop.batch(lengths, rows), actual_forward_mode=ForwardMode.EXTEND)
 
 
 @pytest.mark.parametrize("name", NAMES)

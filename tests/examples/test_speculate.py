@@ -55,8 +55,9 @@ def run(target, prompts, topk, page_size, backend, head=None, new=NEW, **options
 
 CASES = [("intel_amx", page, topk) for page in (1, 3, 16, 64) for topk in (1, 4)]
 CASES += [("torch_native", page, topk) for page in (1, 3, 16, 64) for topk in (1, 4)]
-CASES += [(name, *case) for name in ("flex_attention", "trtllm_mha") for case in ((1, 1), (3, 4), (16, 4), (64, 1))]
-CASES += [("fa3", 16, 4), ("fa3", 64, 1)]
+CASES += [("flex_attention", page, topk) for page in (1, 3, 16, 64) for topk in (1, 4)]
+CASES += [("trtllm_mha", page, topk) for page in (1, 3, 16, 64) for topk in (1, 4)]
+CASES += [("fa3", page, topk) for page in (1, 3, 16, 64) for topk in (1, 4)]
 
 
 @pytest.mark.parametrize("backend, page_size, topk", CASES)
@@ -150,8 +151,11 @@ def test_a_server_speculates_beside_chunks_and_shares_prefixes(page_size, topk):
     assert engine.mean_accepted() > 1.3
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 16, 64])
-@pytest.mark.parametrize("backend", ["intel_amx", "torch_native"])
+MLA_CASES = [(page, name) for page in (1, 3, 16, 64) for name in ("intel_amx", "torch_native")]
+MLA_CASES += [(64, "flashmla"), (32, "trtllm_mla"), (64, "trtllm_mla"), (128, "cutlass_mla")]
+
+
+@pytest.mark.parametrize("page_size, backend", MLA_CASES)
 def test_mla_verifies_chains(page_size, backend):
     serve("mla", page_size, 1, backend)
 

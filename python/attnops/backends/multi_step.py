@@ -150,6 +150,7 @@ class MultiStepDraftBackend(AttentionBackend):
         self._now = known
         self._serving = {id(step): backend for step, backend in zip(self._now, self.backends)}
         for step, backend in zip(self._now, self.backends):
+            step.actual_forward_mode = batch.actual_forward_mode
             backend.init_forward_metadata_out_graph(step, in_capture)
 
     def _is_for(self, step: AttentionBatch, batch: AttentionBatch) -> bool:
