@@ -151,11 +151,8 @@ def test_a_server_speculates_beside_chunks_and_shares_prefixes(page_size, topk):
     assert engine.mean_accepted() > 1.3
 
 
-MLA_CASES = [(page, name) for page in (1, 3, 16, 64) for name in ("intel_amx", "torch_native")]
-MLA_CASES += [(64, "flashmla"), (32, "trtllm_mla"), (64, "trtllm_mla"), (128, "cutlass_mla")]
-
-
-@pytest.mark.parametrize("page_size, backend", MLA_CASES)
+@pytest.mark.parametrize("page_size", [1, 3, 16, 64])
+@pytest.mark.parametrize("backend", ["intel_amx", "torch_native"])
 def test_mla_verifies_chains(page_size, backend):
     serve("mla", page_size, 1, backend)
 
@@ -163,6 +160,12 @@ def test_mla_verifies_chains(page_size, backend):
 @pytest.mark.parametrize("kind, topk", [("gqa", 4), ("mla", 1)])
 def test_a_server_replays_whole_steps(kind, topk):
     serve(kind, 16, topk, recorder=GraphTape)
+
+
+@pytest.mark.parametrize("backend, page_size", [("flashmla", 64), ("trtllm_mla", 32), ("cutlass_mla", 128)])
+def test_backends_of_sixteen_bits_refuse_the_text_of_float32(backend, page_size):
+    with pytest.raises(NotImplementedError, match=rf"backend {backend} does not serve .*takes bf16, fp16, got fp32"):
+        serve("mla", page_size, 1, backend)
 
 
 def test_a_full_pool_takes_pages_from_those_that_speculate():
