@@ -8,7 +8,7 @@ import random
 
 import pytest
 import torch
-from attnops.backends import DualChunkFlashAttentionBackend
+from attnops.backends import DualChunkFlashAttentionBackend, get_backend_class
 from attnops.graphs import CudaGraphs
 from attnops.layers import RadixAttention
 from attnops.pools import MHATokenToKVPool
@@ -163,3 +163,15 @@ def test_errors_name_what_is_wrong():
     verify = dataclasses.replace(batch, forward_mode=ForwardMode.TARGET_VERIFY, tree_mask=tree)
     with pytest.raises(NotImplementedError, match="a tree mask and dual chunks exclude each other"):
         model.backend.init_forward_metadata(verify)
+
+
+@pytest.mark.parametrize("name", ["torch_native", "intel_amx", "fa3", "trtllm_mha", "flex_attention"])
+def test_other_backends_refuse_five_parts_by_name(name):
+    """One backend serves dual chunks on both devices; others see queries that are too wide."""
+    model = Model(16, 32, 0)
+    batch, inputs, _ = model.step(ForwardMode.DECODE, [40], [1])
+    backend = get_backend_class(name)(model.backend.spec, model.backend.limits)
+    batch.attn_backend = backend
+    backend.init_forward_metadata(batch)
+    with pytest.raises((ValueError, RuntimeError), match=r"q must have .*1280"):
+        model.layer(*inputs, batch)
