@@ -1,8 +1,8 @@
 """Draft steps in two stages, through kernels whose tree masks are over the new tokens alone.
 
 The first stage is over a request's prefix, which all of its branches see whole, so it is read once. The second is over
-each branch's own drafts. They stand anywhere behind the prefix, so it takes the pool for pages of one token, and the
-slots that a row of the mask names for its page table. `merge_state` joins both.
+each branch's own drafts, which stand anywhere behind the prefix. So it takes the pool for pages of one token. Its page
+table is the slots that a row of the mask names. `merge_state` joins both.
 """
 
 from __future__ import annotations
