@@ -253,6 +253,19 @@ class SpeculationBench(Turns):
             self.bar(f"draft step, topk 4 / topk 1, page {page_size}", ratio, 1.15)
         for topk in (1, 4):
             self.bar(f"draft step, page 1 / page 64, topk {topk}", times[1, topk] / times[64, topk], 1.06)
+        self.stages(batch_size, length)
+
+    def stages(self, batch_size: int, length: int) -> None:
+        """The same with K and V of two head dims: one branch, 4 in two stages, 4 as requests."""
+        cells, kept = [], []
+        for topk, trees in ((1, True), (4, True), (4, False)):
+            step = DraftSteps(batch_size, length, 64, topk, dims=(192, 128), trees=trees)
+            step.prepare()
+            kept.append(step)
+            params = {**step.params, "head_dim": 192, "v_head_dim": 128, "shares_prefix": step.loop.has_trees}
+            cells.append(ours(params, [partial(step.attend, 2)] * 5))
+        one, shared, apart = self.cell("draft step, two head dims", *cells)
+        print(f"{'':18s} topk 4 / topk 1 {shared / one:.3f}, as requests {apart / one:.3f}", flush=True)
 
     def loop(self, sizes=(1, 32), length=4096) -> None:
         """All steps of a loop in one graph, beside as many decode steps."""
@@ -392,7 +405,16 @@ class SpeculationBench(Turns):
 class DraftSteps:
     """A draft loop of one layer over random pages."""
 
-    def __init__(self, batch_size: int, length: int, page_size: int, topk: int, draft_steps: int = 6) -> None:
+    def __init__(
+        self,
+        batch_size: int,
+        length: int,
+        page_size: int,
+        topk: int,
+        draft_steps: int = 6,
+        dims: tuple[int, int] = (DIM, DIM),
+        trees: bool = True,
+    ) -> None:
         self.params = {
             "batch_size": batch_size,
             "length": length,
@@ -401,15 +423,27 @@ class DraftSteps:
             "draft_steps": draft_steps,
         }
         context = -(-(length + topk * 2 * max(page_size, draft_steps)) // page_size) * page_size
-        spec = AttentionSpec(num_q_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, page_size=page_size, dtype=BF16)
+        head_dim, v_dim = dims
+        spec = AttentionSpec(
+            num_q_heads=HEADS,
+            num_kv_heads=KV_HEADS,
+            head_dim=head_dim,
+            v_head_dim=v_dim,
+            page_size=page_size,
+            dtype=BF16,
+        )
         limits = Limits(max_batch_size=batch_size, max_seqlen=context)
-        self.loop = MultiStepDraftBackend(select_backend, spec, limits, DEVICE, topk=topk, draft_steps=draft_steps)
-        self.pool = MHATokenToKVPool(batch_size * context, page_size, BF16, KV_HEADS, DIM, 1, DEVICE)
+        self.loop = MultiStepDraftBackend(
+            select_backend, spec, limits, DEVICE, topk=topk, draft_steps=draft_steps, trees=trees
+        )
+        self.pool = MHATokenToKVPool(
+            batch_size * context, page_size, BF16, KV_HEADS, head_dim, 1, DEVICE, v_head_dim=v_dim
+        )
         for pages in (*self.pool.k_buffer, *self.pool.v_buffer):
             pages.normal_()
         order = torch.randperm(batch_size * context // page_size, device=DEVICE).view(batch_size, -1, 1)
         slots = (order * page_size + torch.arange(page_size, device=DEVICE)).flatten(1).int()
-        self.layer = RadixAttention(HEADS, DIM, DIM**-0.5, KV_HEADS, 0)
+        self.layer = RadixAttention(HEADS, head_dim, head_dim**-0.5, KV_HEADS, 0, v_head_dim=v_dim)
         self.batch = AttentionBatch(
             forward_mode=ForwardMode.DECODE,
             req_pool_indices=torch.arange(batch_size, device=DEVICE),
@@ -422,8 +456,8 @@ class DraftSteps:
             attn_backend=self.loop,
         )
         rows = batch_size * topk
-        self.q = torch.randn(rows, HEADS, DIM, device=DEVICE).to(BF16)
-        self.k, self.v = torch.randn(2, rows, KV_HEADS, DIM, device=DEVICE).to(BF16)
+        self.q = torch.randn(rows, HEADS, head_dim, device=DEVICE).to(BF16)
+        self.k, self.v = (torch.randn(rows, KV_HEADS, dim, device=DEVICE).to(BF16) for dim in dims)
         self.count = draft_steps - 1
 
     def prepare(self) -> None:
