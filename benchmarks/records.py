@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib import metadata
@@ -45,6 +46,8 @@ DISTRIBUTIONS = {
     "fast_topk": ("sgl-kernel", "sgl_kernel", "sglang-kernel"),
     "SDPA": ("torch",),
     "sglang": ("sglang",),
+    "SGLang": ("sglang",),
+    "sgl_kernel": ("sgl-kernel", "sgl_kernel", "sglang-kernel"),
     "torch": ("torch",),
 }
 
@@ -106,18 +109,22 @@ def cpu_name() -> str:
     return f"{model} ({isa}), {torch.get_num_threads()} threads, torch {torch.__version__}"
 
 
-def write(records: list[Record], name: str, folder: Path = RESULTS, whole: bool = True) -> Path:
+def write(
+    records: list[Record], name: str, folder: Path = RESULTS, whole: bool = True, by: Sequence[str] | None = None
+) -> Path:
     """Write records to `<name>.jsonl`, replacing the rows of the same cases and keeping the others.
 
-    Not whole: replacing only those of the same cells, for a run that writes as it goes.
+    Not whole: replacing only those of the same cells, for a run that writes as it goes. by: names of the fields that
+    rows to replace have in common with a record, in place of `whole`.
     """
     path = folder / f"{name}.jsonl"
-    new = [record.case if whole else (record.case, record.params) for record in records]
+    by = by or (("case",) if whole else ("case", "params"))
+    new = [[getattr(record, field) for field in by] for record in records]
     kept = []
     if path.exists():
         for line in path.read_text().splitlines():
             row = json.loads(line)
-            if (row["case"] if whole else (row["case"], row["params"])) not in new:
+            if [row[field] for field in by] not in new:
                 kept.append(line)
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join([*kept, *(json.dumps(asdict(record)) for record in records)]) + "\n")

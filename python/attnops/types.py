@@ -312,6 +312,9 @@ class AttentionBatch:
         token_to_kv_pool: The cache. None for an encoder.
         attn_backend: The backend that serves this step.
         tbo_children: The halves of the step, once `TboAttnBackend` has made them.
+        actual_forward_mode: Of the batch of a graph: the mode of the step that is replayed. It is IDLE where a rank
+            without requests replays the graph that others do: all rows are padding, and nothing is stored. None: as
+            `forward_mode`.
     """
 
     forward_mode: ForwardMode
@@ -337,6 +340,7 @@ class AttentionBatch:
     token_to_kv_pool: TokenPool | None = None
     attn_backend: StepBackend | None = None
     tbo_children: tuple[AttentionBatch, AttentionBatch] | None = None
+    actual_forward_mode: ForwardMode | None = None
 
     def __post_init__(self) -> None:
         mode = self.forward_mode
@@ -352,6 +356,10 @@ class AttentionBatch:
                 "or branches of a draft loop, with draft_steps",
             )
             self.tokens_per_request = 1
+        _require(
+            self.actual_forward_mode in (None, mode, ForwardMode.IDLE),
+            f"actual_forward_mode of a {mode.name} batch must be {mode.name} or IDLE, got {self.actual_forward_mode!r}",
+        )
         if not self.max_seqlen_q:
             self.max_seqlen_q = self.tokens_per_request or self.num_tokens
         size = self.batch_size

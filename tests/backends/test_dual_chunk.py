@@ -8,7 +8,7 @@ import random
 
 import pytest
 import torch
-from attnops.backends import DualChunkFlashAttentionBackend
+from attnops.backends import DualChunkFlashAttentionBackend, get_backend_class
 from attnops.graphs import CudaGraphs
 from attnops.layers import RadixAttention
 from attnops.pools import MHATokenToKVPool
@@ -17,10 +17,13 @@ from checks import MAX_RELATIVE_ERROR, relative_error
 from graph_tape import GraphTape
 
 HEADS, KV_HEADS, DIM, SCALE, CONTEXT = 4, 2, 64, 0.15, 256
+IMPLS = ["fmha", "torch_native"]
 
 
 class Model:
-    def __init__(self, page_size, chunk_len, original, seed=0, *, device="cpu", dtype=torch.float32, v_dim=DIM):
+    def __init__(
+        self, page_size, chunk_len, original, seed=0, *, device="cpu", dtype=torch.float32, v_dim=DIM, impl="fmha"
+    ):
         self.rng, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
         self.chunk_len, self.original, self.device, self.dtype, self.v_dim = chunk_len, original, device, dtype, v_dim
         context = -(-max(CONTEXT, 6 * chunk_len) // page_size) * page_size
@@ -33,7 +36,12 @@ class Model:
             num_q_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, v_head_dim=v_dim, dtype=dtype, page_size=page_size
         )
         limits = Limits(max_batch_size=5, max_seqlen=context, max_num_tokens=600, max_tokens_per_request=3)
-        options = {"chunk_size": chunk_len + 8, "local_size": 8, "original_max_position_embeddings": original}
+        options = {
+            "chunk_size": chunk_len + 8,
+            "local_size": 8,
+            "original_max_position_embeddings": original,
+            "impl": impl,
+        }
         self.backend = DualChunkFlashAttentionBackend(spec, limits, device, **options)
         self.layer = RadixAttention(HEADS, DIM, SCALE, KV_HEADS, 0, v_head_dim=v_dim)
 
@@ -105,13 +113,15 @@ def serve(model):
 
 @pytest.mark.parametrize("page_size, chunk_len", [(1, 16), (1, 7), (8, 16), (16, 32)])
 @pytest.mark.parametrize("original", [0, 20])
-def test_every_mode(page_size, chunk_len, original, monkeypatch):
+@pytest.mark.parametrize("impl", IMPLS)
+def test_every_mode(page_size, chunk_len, original, impl, monkeypatch):
     monkeypatch.setenv("ATTNOPS_CHECK", "1")
-    serve(Model(page_size, chunk_len, original))
+    serve(Model(page_size, chunk_len, original, impl=impl))
 
 
-def test_values_of_another_head_dim():
-    serve(Model(8, 16, 0, v_dim=32))
+@pytest.mark.parametrize("impl", IMPLS)
+def test_values_of_another_head_dim(impl):
+    serve(Model(8, 16, 0, v_dim=32, impl=impl))
 
 
 def check_replays(model, recorder):
@@ -136,16 +146,19 @@ def check_replays(model, recorder):
         assert torch.equal(out.view_as(eager), eager)
 
 
-def test_graphs_of_decodes():
-    check_replays(Model(8, 16, 20), GraphTape())
+@pytest.mark.parametrize("impl", IMPLS)
+def test_graphs_of_decodes(impl):
+    check_replays(Model(8, 16, 20, impl=impl), GraphTape())
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("page_size, chunk_len", [(1, 16), (16, 32), (64, 64)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_on_a_gpu(page_size, chunk_len, dtype):
-    serve(Model(page_size, chunk_len, 20, device="cuda", dtype=dtype))
-    check_replays(Model(page_size, chunk_len, 0, device="cuda", dtype=dtype), CudaGraphs("cuda")())
+@pytest.mark.parametrize("impl", IMPLS)
+def test_on_a_gpu(page_size, chunk_len, dtype, impl):
+    options = {"device": "cuda", "dtype": dtype, "impl": impl}
+    serve(Model(page_size, chunk_len, 20, **options))
+    check_replays(Model(page_size, chunk_len, 0, **options), CudaGraphs("cuda")())
 
 
 def test_errors_name_what_is_wrong():
@@ -155,6 +168,8 @@ def test_errors_name_what_is_wrong():
         DualChunkFlashAttentionBackend(spec, limits, sparse_attention_config={})
     with pytest.raises(ValueError, match=r"chunk_size - local_size must be a positive multiple of 8 .*, got 4"):
         DualChunkFlashAttentionBackend(spec, limits, chunk_size=12, local_size=8)
+    with pytest.raises(ValueError, match="impl of dual_chunk_flash_attn must be fmha or torch_native, got 'fa3'"):
+        DualChunkFlashAttentionBackend(spec, limits, impl="fa3")
     batch, (q, k, v), _ = model.step(ForwardMode.DECODE, [4], [1])
     model.backend.init_forward_metadata(batch)
     with pytest.raises(ValueError, match="q of dual-chunk attention must have 1280 columns, 5 parts of 4 heads of 64"):
@@ -163,3 +178,15 @@ def test_errors_name_what_is_wrong():
     verify = dataclasses.replace(batch, forward_mode=ForwardMode.TARGET_VERIFY, tree_mask=tree)
     with pytest.raises(NotImplementedError, match="a tree mask and dual chunks exclude each other"):
         model.backend.init_forward_metadata(verify)
+
+
+@pytest.mark.parametrize("name", ["torch_native", "intel_amx", "fa3", "trtllm_mha", "flex_attention"])
+def test_other_backends_refuse_five_parts_by_name(name):
+    """One backend serves dual chunks on both devices; others see queries that are too wide."""
+    model = Model(16, 32, 0)
+    batch, inputs, _ = model.step(ForwardMode.DECODE, [40], [1])
+    backend = get_backend_class(name)(model.backend.spec, model.backend.limits)
+    batch.attn_backend = backend
+    backend.init_forward_metadata(batch)
+    with pytest.raises((ValueError, RuntimeError), match=r"q must have .*1280"):
+        model.layer(*inputs, batch)

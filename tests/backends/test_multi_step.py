@@ -13,7 +13,11 @@ from attnops.backends import (
     NativeSparseAttnMultiStepBackend,
     get_backend_class,
 )
+from attnops.graphs import CudaGraphs, GraphRunner, StaticInput
 from attnops.info import kernel_counts
+from attnops.layers import RadixAttention
+from attnops.pools import MHATokenToKVPool
+from attnops.reference import pack_tree_mask
 from attnops.types import AttentionBatch, AttentionSpec, ForwardMode, Limits
 from checks import MAX_RELATIVE_ERROR, relative_error
 from draft_loops import REQUESTS, Loop, check_replays, close, run_eagerly
@@ -60,11 +64,80 @@ def test_latents_and_windows(kind, names, page_size, trees):
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_keys_and_values_of_two_head_dims(name, page_size):
     loop = Loop(name, page_size, 3, 4, "two dims")
-    assert loop.backend.has_trees is (name in ("torch_native", "flex_attention"))
+    assert loop.backend.has_trees
     lengths, rows = [0, 5, 40, 33], [3, 1, 5, 2]
     prefixes, inputs = loop.fill(lengths, rows), loop.inputs(4)
     out = run_eagerly(loop, loop.batch(lengths, rows), *inputs)
     assert close(out, loop.expected(prefixes, *inputs))
+
+
+@pytest.mark.parametrize("name, page_size", [("intel_amx", 16), ("fa3", 1)])
+def test_one_graph_holds_a_loop_in_two_stages(name, page_size):
+    check_replays(name, page_size, 3, kind="two dims", turns=60, recorder=GraphTape, sizes=[2, REQUESTS])
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("page_size, topk, draft_steps", [(1, 4, 3), (16, 3, 6), (64, 8, 5)])
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
+def test_two_stages_take_any_mask(device, page_size, topk, draft_steps, kv_dtype):
+    """Rows that see drafts of any branches, as a beam does; drafts that nobody sees are NaN."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    loop = Loop("fa3", page_size, topk, draft_steps, "two dims", seed=topk, device=device, dtype=dtype)
+    spec, keys = dataclasses.replace(loop.spec, kv_dtype=kv_dtype, logit_cap=9.0), topk * draft_steps
+    pages = -(-loop.context // page_size)
+    pool = MHATokenToKVPool(3 * pages * page_size, page_size, spec.cache_dtype, 2, 64, 1, device=device, v_head_dim=32)
+    for buffer in pool.all_buffers()[0]:
+        buffer.copy_(torch.full(buffer.shape, float("nan"), device=device))
+    layer = RadixAttention(4, 64, 0.15, 2, 0, v_head_dim=32, logit_cap=9.0)
+    order = torch.randperm(3 * pages, generator=loop.generator).view(3, pages, 1) * page_size
+    table = (order + torch.arange(page_size)).flatten(1).int().to(device)
+    lengths, rows = [0, page_size, 77], [2, 0, 1]
+    seen = torch.rand(3, topk, keys, generator=loop.generator) < 0.4
+    seen[..., 0] |= ~seen.any(-1)
+    q, expected = loop.draw(3, topk, 4, 64), []
+    for b, (length, row) in enumerate(zip(lengths, rows)):
+        k, v = loop.draw(length + keys, 2, 64), loop.draw(length + keys, 2, 32)
+        used = torch.cat([torch.ones(length, dtype=torch.bool), seen[b].any(0)]).to(device)
+        slots = table[row, : length + keys].long()
+        pool.set_kv_buffer(layer, slots[used], k[used], v[used])
+        stored = [x.flatten(0, 1)[slots].double().nan_to_num(0.0) for x in pool.get_kv_buffer(0)]
+        k, v = (x.repeat_interleave(2, 1) for x in stored)
+        scores = torch.einsum("thd,khd->thk", q[b].double(), k) * 0.15
+        visible = torch.cat([torch.ones(topk, length, dtype=torch.bool), seen[b]], 1).to(device)
+        scores = (9.0 * torch.tanh(scores / 9.0)).masked_fill(~visible.unsqueeze(1), float("-inf"))
+        expected.append(torch.einsum("thk,khd->thd", scores.softmax(-1), v))
+    limits = Limits(max_batch_size=4, max_seqlen=loop.context, max_tokens_per_request=topk)
+    backend = get_backend_class("fa3")(spec, limits, device)
+    batch = AttentionBatch(
+        forward_mode=ForwardMode.DECODE,
+        req_pool_indices=torch.tensor(rows, device=device),
+        cache_seqlens=torch.tensor(lengths, dtype=torch.int32, device=device) + keys,
+        num_tokens=3 * topk,
+        req_to_token=table,
+        tokens_per_request=topk,
+        draft_steps=draft_steps,
+        tree_mask=pack_tree_mask(seen).to(device),
+        token_to_kv_pool=pool,
+        attn_backend=backend,
+    )
+    backend.init_forward_metadata(batch)
+    out = layer(q.flatten(0, 1), None, None, batch, save_kv_cache=False)
+    backend.raise_on_fault()
+    bound = MAX_RELATIVE_ERROR[torch.bfloat16 if kv_dtype else dtype]
+    assert relative_error(out.view(3, topk, 4, 32), torch.stack(expected)) <= bound
+
+
+def test_two_stages_know_no_sinks():
+    spec = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64, v_head_dim=32, has_sinks=True, page_size=16)
+    limits = Limits(max_batch_size=2, max_seqlen=64, max_tokens_per_request=2)
+    loop = MultiStepDraftBackend(get_backend_class("fa3"), spec, limits, topk=2, draft_steps=3)
+    assert not loop.has_trees
+    batch = Loop("torch_native", 16, 2, 3).batch([4], [1])
+    step = {"num_tokens": 2, "out_cache_loc": None, "positions": None, "token_to_kv_pool": None}
+    mask = torch.ones(1, 2, 1, dtype=torch.uint8)
+    batch = dataclasses.replace(batch, draft_steps=3, tokens_per_request=2, tree_mask=mask, **step)
+    with pytest.raises(NotImplementedError, match="draft_steps needs layers without windows, chunks and sinks"):
+        get_backend_class("fa3")(spec, limits).init_forward_metadata(batch)
 
 
 @pytest.mark.parametrize("name", ["triton"])
@@ -136,6 +209,52 @@ def test_idle_ranks_stay_idle():
     step = loop.backend.step(0)
     assert step.forward_mode.is_idle() and step.num_tokens == 6
     assert not loop.layer(*(torch.ones(6, heads * 64) for heads in (4, 2, 2)), step).any()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name, trees", [("trtllm_mha", True), ("trtllm_mha", False), ("torch_native", True)])
+def test_idle_ranks_replay_the_graphs_of_others(device, name, trees):
+    """Nothing is stored, the steps say that they are idle, and replays before and after are right."""
+    options = {"device": device, "dtype": torch.float32 if device == "cpu" else torch.bfloat16, "trees": trees}
+    loop, eager = (Loop(name, 16, 2, 5, **options) for _ in range(2))
+    shape, dims = (4, 2), loop.dims
+    rows_of = {"q": (*shape, 4, dims[0]), "k": (*shape, 2, dims[1]), "v": (*shape, 2, dims[2])}
+    runner = GraphRunner(
+        loop.model, loop.backend, loop.table, loop.pool, sizes=[2, 4], layers={0: loop.layer},
+        inputs={key: StaticInput(rows, dtype=loop.dtype, per="request") for key, rows in rows_of.items()},
+        recorder=GraphTape if device == "cpu" else CudaGraphs(device),
+    )  # fmt: skip
+    runner.capture(progress=False)
+    lengths, rows = [17, 40], [3, 1]
+    for one in (loop, eager):
+        one.generator.manual_seed(1)
+        one.fill(lengths, rows)
+    for turn in range(2):
+        inputs, same = loop.inputs(2), eager.inputs(2)
+        named = dict(zip(("q", "k", "v"), inputs))
+        got = runner.replay(torch.zeros(2, dtype=torch.int64, device=device), loop.batch(lengths, rows), **named)
+        assert torch.equal(got, run_eagerly(eager, eager.batch(lengths, rows), *same)), f"turn {turn}"
+        assert loop.backend.step(0).actual_forward_mode is ForwardMode.DECODE
+        before = [pages.clone() for pages in loop.pool.all_buffers()[0]]
+        none = torch.zeros(0, dtype=torch.int32, device=device)
+        for count in (1, 2, 3):
+            idle = AttentionBatch(
+                forward_mode=ForwardMode.IDLE, req_pool_indices=none, cache_seqlens=none, num_tokens=count
+            )
+            assert runner.can_replay(idle)
+            assert len(runner.replay(none.long(), idle)) == count
+            step = loop.backend.step(3)
+            assert (step.forward_mode, step.actual_forward_mode) == (ForwardMode.DECODE, ForwardMode.IDLE)
+            assert (step.out_cache_loc == -1).all()
+        for old, new in zip(before, loop.pool.all_buffers()[0]):
+            assert torch.equal(old.nan_to_num(9e9), new.nan_to_num(9e9))
+    for count, message in ((0, "an idle batch of no rows has nothing to replay"), (5, "the batch has 5 requests")):
+        idle = dataclasses.replace(idle, num_tokens=count)
+        assert message in runner.reason_against(idle)
+        with pytest.raises(ValueError, match=message):
+            runner.replay(none.long(), idle)
+    with pytest.raises(ValueError, match=r"actual_forward_mode of a DECODE batch must be DECODE or IDLE, got .*EXTEND"):
+        dataclasses.replace(loop.batch(lengths, rows), actual_forward_mode=ForwardMode.EXTEND)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -18,6 +18,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 CASES = [("trtllm_mha", "mha", size) for size in (1, 3, 16, 64)] + [("fa3", "mha", 16), ("fa3", "window", 1)]
 CASES += [("trtllm_mha", "window", 16), ("flashmla", "mla", 64), ("trtllm_mla", "mla", 32), ("torch_native", "mha", 16)]
 CASES += [("triton", "mha", 16), ("triton", "mla", 16), ("triton", "two dims", 16)]
+CASES += [("fa3", "two dims", 16), ("fa3", "two dims", 1)]
 cases = pytest.mark.parametrize("name, kind, page_size", CASES)
 
 

@@ -55,8 +55,9 @@ def run(target, prompts, topk, page_size, backend, head=None, new=NEW, **options
 
 CASES = [("intel_amx", page, topk) for page in (1, 3, 16, 64) for topk in (1, 4)]
 CASES += [("torch_native", page, topk) for page in (1, 3, 16, 64) for topk in (1, 4)]
-CASES += [(name, *case) for name in ("flex_attention", "trtllm_mha") for case in ((1, 1), (3, 4), (16, 4), (64, 1))]
-CASES += [("fa3", 16, 4), ("fa3", 64, 1)]
+CASES += [("flex_attention", page, topk) for page in (1, 3, 16, 64) for topk in (1, 4)]
+CASES += [("trtllm_mha", page, topk) for page in (1, 3, 16, 64) for topk in (1, 4)]
+CASES += [("fa3", page, topk) for page in (1, 3, 16, 64) for topk in (1, 4)]
 
 
 @pytest.mark.parametrize("backend, page_size, topk", CASES)
@@ -159,6 +160,12 @@ def test_mla_verifies_chains(page_size, backend):
 @pytest.mark.parametrize("kind, topk", [("gqa", 4), ("mla", 1)])
 def test_a_server_replays_whole_steps(kind, topk):
     serve(kind, 16, topk, recorder=GraphTape)
+
+
+@pytest.mark.parametrize("backend, page_size", [("flashmla", 64), ("trtllm_mla", 32), ("cutlass_mla", 128)])
+def test_backends_of_sixteen_bits_refuse_the_text_of_float32(backend, page_size):
+    with pytest.raises(NotImplementedError, match=rf"backend {backend} does not serve .*takes bf16, fp16, got fp32"):
+        serve("mla", page_size, 1, backend)
 
 
 def test_a_full_pool_takes_pages_from_those_that_speculate():

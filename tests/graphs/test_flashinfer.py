@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attnops.types import AttentionBatch, ForwardMode
 from graph_hosts import Captured, Piecewise, Segments
 from graph_tape import GraphTape
 from model_zoo import ZOO, Engine, churn, prompt, run_eager, serve
@@ -60,3 +61,20 @@ def test_a_replay_without_lengths_on_the_host_is_refused_by_name():
     batch.cache_seqlens_cpu = None
     with pytest.raises(ValueError, match="plans on the host and needs cache_seqlens_cpu in the batch"):
         next(iter(host.runners.values())).replay(input_ids, batch)
+
+
+def test_an_idle_rank_replays_with_lengths_of_padding():
+    host = Captured(sizes=[2, 4])
+    engine = engine_of("gemma", host)
+    engine.add(prompt(5, 0))
+    engine.decode()
+    runner = next(iter(host.runners.values()))
+    before = [pages.clone() for part in engine.pool.all_buffers() for pages in part]
+    none = torch.zeros(0, dtype=torch.int32)
+    idle = AttentionBatch(forward_mode=ForwardMode.IDLE, req_pool_indices=none, cache_seqlens=none, num_tokens=3)
+    runner.replay(none.long(), idle)
+    own = runner._batches[4]
+    assert own.actual_forward_mode is ForwardMode.IDLE
+    assert own.cache_seqlens_cpu.tolist() == own.cache_seqlens.tolist() and own.extend_seq_lens_cpu is None
+    after = [pages for part in engine.pool.all_buffers() for pages in part]
+    assert all(x.view(torch.int16).equal(y.view(torch.int16)) for x, y in zip(before, after, strict=True))

@@ -91,6 +91,7 @@ class Capability:
         draft_trees: The branches of a draft step are tokens of one request (`AttentionBatch.draft_steps`). In layers
             with K and V of one head dim, and without a window.
         draft_trees_two_dims: Also with K and V of two head dims.
+        draft_stages: So, too, but in two stages (`backends/draft_stages.py`), and not with sinks.
         multi_item: Prompts of a prefix and items (`AttentionBatch.multi_item`).
         local_attention: Layers with `attention_chunk_size`; not beside a tree mask.
         sparse: MLA layers that bring lists of rows (`AttentionSpec.sparse_topk`).
@@ -133,6 +134,7 @@ class Capability:
     tree_mask: bool = False
     draft_trees: bool = False
     draft_trees_two_dims: bool = False
+    draft_stages: bool = False
     local_attention: bool = False
     sparse: bool = False
     compressed: bool = False

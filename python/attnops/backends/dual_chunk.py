@@ -18,6 +18,7 @@ from torch import Tensor
 from attnops import ops
 from attnops.backends.base import AttentionBackend, LayerCall
 from attnops.backends.capability import DECODER_MODES, FLOATS, PORTABLE_ARCHS, Capability, HeadDims
+from attnops.backends.dual_chunk_torch import GatheredDualChunks
 from attnops.backends.fmha_steps import FmhaSteps
 from attnops.backends.local_steps import LocalAttentionMetadata, LocalSteps
 from attnops.backends.prepared import PreparedStep, in_one_thread
@@ -61,10 +62,11 @@ class DualChunkFlashAttentionBackend(AttentionBackend):
             ``0.1 * ln(tokens / original_max_position_embeddings) + 1``; 0: never. A request's tokens are those in the
             cache.
         sparse_attention_config: Must be None: the sparse variant is not served.
+        impl: "fmha": attnops' kernels, of CPUs and GPUs. "torch_native": plain torch on any device, exact and slow.
 
     Raises:
         NotImplementedError: the sparse variant, or what `AttentionBackend` refuses.
-        ValueError: a chunk has no tokens, or does not consist of whole pages.
+        ValueError: a chunk has no tokens, or does not consist of whole pages; or there is no such `impl`.
     """
 
     name = "dual_chunk_flash_attn"
@@ -91,6 +93,7 @@ class DualChunkFlashAttentionBackend(AttentionBackend):
         local_size: int = 1024,
         original_max_position_embeddings: int = 0,
         sparse_attention_config: Any = None,
+        impl: str = "fmha",
     ) -> None:
         super().__init__(spec, limits, device)
         if sparse_attention_config is not None:
@@ -102,6 +105,13 @@ class DualChunkFlashAttentionBackend(AttentionBackend):
                 f"{self.chunk_len}"
             )
         self._original = original_max_position_embeddings
+        if impl not in ("fmha", "torch_native"):
+            raise ValueError(f"attnops: impl of dual_chunk_flash_attn must be fmha or torch_native, got {impl!r}")
+        self._torch = None
+        if impl == "torch_native":
+            sizes = {"chunk_len": self.chunk_len, "original": self._original}
+            self._torch = GatheredDualChunks(spec, limits, self.device, **sizes)
+            return
         self._buffers = PagedBuffers(spec, limits, self.device)
         chunked = dataclasses.replace(spec, attention_chunk_size=self.chunk_len)
         self._fmha = FmhaSteps(spec, limits, self.device, self._buffers)
@@ -118,12 +128,15 @@ class DualChunkFlashAttentionBackend(AttentionBackend):
 
     @property
     def fault_report(self) -> Tensor | None:
-        return self._buffers.report
+        return (self._buffers if self._torch is None else self._torch.steps.buffers).report
 
     def init_forward_metadata_out_graph(self, batch: AttentionBatch, in_capture: bool = False) -> None:
         self.limits.check(batch)
         if batch.tree_mask is not None:
             raise NotImplementedError("attnops: a tree mask and dual chunks exclude each other: verify chains")
+        if self._torch is not None:
+            self._torch.steps.out_graph(batch)
+            return
         local = self._local.step(batch, self._buffers.step(batch))
         count = local.local_seqused_k.shape[0]
         keys = [
@@ -132,8 +145,14 @@ class DualChunkFlashAttentionBackend(AttentionBackend):
         ]
         self._prepared.begin(batch, DualChunkStep(local, *keys))
 
-    @in_one_thread
     def init_forward_metadata_in_graph(self, batch: AttentionBatch) -> None:
+        if self._torch is None:
+            self._plan(batch)
+        else:
+            self._torch.steps.in_graph(batch)
+
+    @in_one_thread
+    def _plan(self, batch: AttentionBatch) -> None:
         step = self._prepared.plan(batch)
         if batch.num_tokens == 0 or batch.forward_mode.is_idle():
             return
@@ -170,18 +189,26 @@ class DualChunkFlashAttentionBackend(AttentionBackend):
             ratio = (lengths.float() / self._original).clamp(min=1.0)
             self._factors[: batch.num_tokens].copy_((0.1 * ratio.log() + 1.0)[of_token])
 
-    @in_one_thread
     def attend(self, call: LayerCall) -> None:
-        step, layer, batch, report = self._prepared.of(call.batch), call.layer, call.batch, self._buffers.report
+        layer = call.layer
         width = PARTS * layer.num_heads * layer.head_dim
         if call.q.shape[1:].numel() != width:
             raise ValueError(
                 f"attnops: q of dual-chunk attention must have {width} columns, {PARTS} parts of {layer.num_heads} "
                 f"heads of {layer.head_dim}, got {list(call.q.shape)}"
             )
+        if call.save_kv_cache and call.k is not None and call.v is None:
+            raise ValueError("attnops: a layer that stores k needs v")
+        if self._torch is None:
+            self._attend(call)
+        else:
+            self._torch.attend(call, PARTS)
+
+    @in_one_thread
+    def _attend(self, call: LayerCall) -> None:
+        step, layer, batch, report = self._prepared.of(call.batch), call.layer, call.batch, self._buffers.report
         if call.save_kv_cache and call.k is not None:
-            if call.v is None:
-                raise ValueError("attnops: a layer that stores k needs v")
+            assert call.v is not None
             store_kv(layer, batch, step.local.paged, call.k, call.v, report)
         pool = batch.token_to_kv_pool
         assert pool is not None, "PagedBuffers.build has checked"

@@ -63,6 +63,7 @@ class FlashAttentionBackend(AttentionBackend):
         sinks=True,
         tree_mask=True,
         draft_trees=True,
+        draft_stages=True,
         multi_item=True,
         local_attention=True,
         deterministic=True,

@@ -15,6 +15,7 @@ from attnops import ops
 from attnops.backends import attend
 from attnops.backends.base import LayerCall
 from attnops.backends.cascade import Cascade, CascadeStep
+from attnops.backends.draft_stages import DraftStages, DraftStep
 from attnops.backends.multi_item import hidden_keys_of
 from attnops.backends.store import store_kv
 from attnops.graph_buffers import MAX_CACHED_STEPS, PagedBuffers, PagedStep
@@ -31,12 +32,14 @@ class FmhaStep:
         cu_seqlens_q: int32 ``[B + 1]``.
         plans: Of each window of the model.
         parts: What the step's two parts need, if it has two.
+        drafts: What a draft step's two stages need; it has no other plans.
     """
 
     paged: PagedStep
     cu_seqlens_q: Tensor
     plans: dict[int, FmhaPlan]
     parts: CascadeStep | None = None
+    drafts: DraftStep | None = None
 
 
 class FmhaSteps:
@@ -60,7 +63,8 @@ class FmhaSteps:
         self._has_cache = spec.attn_type is not AttentionType.ENCODER_ONLY
         self._plans = FmhaPlans(spec, limits, device)
         self._even_bounds: dict[int, Tensor] = {}
-        self._steps: dict[tuple[int, int, int, int, bool, bool], FmhaStep] = {}
+        self._steps: dict[tuple[int, int, int, int, int, bool, bool], FmhaStep] = {}
+        self._stages: DraftStages | None = None  # of draft steps, made at the first one
         self._spec = spec
         self._cascade = Cascade(spec, limits, device) if cascade else None
         self._hidden_keys: Tensor | None = None  # of a step with items
@@ -69,18 +73,21 @@ class FmhaSteps:
         """The views of the batch's shape: host work.
 
         Raises:
-            NotImplementedError: the batch is a draft step, whose tree is over more than the new tokens.
+            NotImplementedError: the batch is a draft step, and the model has windows, chunks or sinks.
         """
-        if batch.draft_steps:
-            raise NotImplementedError("attnops: a batch with draft_steps needs layers with K and V of one head dim")
         most = batch.max_seqlen_q
         windowed = paged.window_out_cache_loc is not None
         few = self._plans.decode_tokens(most)  # not `most` itself: a prompt's length would make every step a new one
         cascade = None if few or not self._has_two_parts(batch) else self._cascade
-        key = (batch.batch_size, batch.num_tokens, batch.tokens_per_request, few, windowed, cascade is not None)
+        tokens, drafts = batch.tokens_per_request, batch.draft_steps
+        key = (batch.batch_size, batch.num_tokens, tokens, drafts, few, windowed, cascade is not None)
         if key not in self._steps:
             if len(self._steps) >= MAX_CACHED_STEPS:
                 self._steps.clear()
+            if drafts:
+                bounds = self.bounds(batch, paged)
+                self._steps[key] = FmhaStep(paged, bounds, {}, drafts=self._draft_stages().views(batch, bounds))
+                return self._steps[key]
             plans = self._plans.views(batch.batch_size, batch.num_tokens, most)
             parts = None if cascade is None else cascade.views(batch)
             self._steps[key] = FmhaStep(paged, self.bounds(batch, paged), plans, parts)
@@ -97,6 +104,9 @@ class FmhaSteps:
             if self._spec.sliding_window_size >= 0 or self._spec.attention_chunk_size > 0:
                 raise NotImplementedError("attnops: multi-item scoring knows no windows or chunks")
             self._hidden_keys = hidden_keys_of(batch, step.cu_seqlens_q)
+        if step.drafts is not None:
+            self._draft_stages().plan(step.drafts, batch)
+            return
         keys = batch.cache_seqlens if self._has_cache else None
         for plan in step.plans.values():
             ops.fmha_plan(plan, step.cu_seqlens_q, cache_seqlens=keys)
@@ -131,9 +141,23 @@ class FmhaSteps:
                     bounds, hidden = step.cu_seqlens_q, self._hidden_keys
                     attend.fmha_varlen(call.q, call.k, call.v, layer, bounds, step.plans, call.out, report, hidden)
                     return
+        if step.drafts is not None:
+            self._draft_stages().attend(call, step.drafts, step.paged, report)
+            return
         attend.fmha_paged(
             call.q, layer, batch, step.paged, step.cu_seqlens_q, step.plans, call.out, report, self._hidden_keys
         )
+
+    def _draft_stages(self) -> DraftStages:
+        if self._stages is None:
+            spec = self._spec
+            if spec.sliding_window_size >= 0 or spec.attention_chunk_size or spec.has_sinks:
+                raise NotImplementedError(
+                    "attnops: a batch with draft_steps needs layers without windows, chunks and sinks where K and V "
+                    "have two head dims"
+                )
+            self._stages = DraftStages(spec, self._limits, self._device)
+        return self._stages
 
     def _has_two_parts(self, batch: AttentionBatch) -> bool:
         return not batch.is_uniform and batch.multi_item is None and batch.max_prefix_tokens != 0

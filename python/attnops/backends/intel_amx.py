@@ -29,7 +29,7 @@ from attnops.ops.fp4_kv import FP4
 from attnops.plan_buffers import BlockBuffers, DecodePlan, DecodePlans, TokenBlocks
 from attnops.types import AttentionBatch, AttentionSpec, AttentionType, Limits
 
-StepKey = tuple[int, int, int, bool]
+StepKey = tuple[int, int, int, int, bool]
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class IntelAMXAttnBackend(AttentionBackend):
         sinks=True,
         tree_mask=True,
         draft_trees=True,
+        draft_stages=True,
         multi_item=True,
         local_attention=True,
         deterministic=True,
@@ -100,7 +101,8 @@ class IntelAMXAttnBackend(AttentionBackend):
             return
         self.limits.check(batch)
         paged = self._buffers.step(batch)
-        key = (batch.batch_size, batch.num_tokens, batch.tokens_per_request, paged.window_out_cache_loc is not None)
+        windowed = paged.window_out_cache_loc is not None
+        key = (batch.batch_size, batch.num_tokens, batch.tokens_per_request, batch.draft_steps, windowed)
         if key not in self._steps:
             if len(self._steps) >= MAX_CACHED_STEPS:
                 self._steps.clear()

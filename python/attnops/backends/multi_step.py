@@ -87,7 +87,8 @@ class MultiStepDraftBackend(AttentionBackend):
             shared = Limits(max_batch_size=limits.max_batch_size, max_seqlen=longest, max_tokens_per_request=topk)
             self.backends = [make(spec, shared, self.device)]
             able = _decoder(self.backends[0]).capability
-            self.has_trees = able.draft_trees and (one_dim or able.draft_trees_two_dims)
+            two_dims = able.draft_trees_two_dims or (able.draft_stages and not spec.has_sinks)
+            self.has_trees = able.draft_trees and (one_dim or two_dims)
         per_step = shared if self.has_trees else Limits(max_batch_size=rows, max_seqlen=limits.max_seqlen)
         made = self.backends if self.has_trees else []
         self.backends = [*made, *(make(spec, per_step, self.device) for _ in range(count - len(made)))]
@@ -150,6 +151,7 @@ class MultiStepDraftBackend(AttentionBackend):
         self._now = known
         self._serving = {id(step): backend for step, backend in zip(self._now, self.backends)}
         for step, backend in zip(self._now, self.backends):
+            step.actual_forward_mode = batch.actual_forward_mode
             backend.init_forward_metadata_out_graph(step, in_capture)
 
     def _is_for(self, step: AttentionBatch, batch: AttentionBatch) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -16,9 +17,17 @@ from attnops.backends.gathered import CAPABILITY, Chunks, GatheredBackend, Queri
 from attnops.backends.registry import register_attention_backend
 from attnops.layers.radix_attention import RadixAttention
 
+# From queries, those of each KV head, keys of a chunk and the first one's position to scores: see `attend_gathered`.
+Scores = Callable[[Queries, Tensor, Tensor, int], Tensor]
 
-def _attend(queries: Queries, chunks: Chunks, layer: RadixAttention) -> Tensor:
-    """Online softmax over the chunks (Milakov and Gimelshein, arXiv:1805.02867): float32 ``[B, S_q, H_q, D_v]``."""
+
+def attend_gathered(queries: Queries, chunks: Chunks, layer: RadixAttention, scores_of: Scores | None = None) -> Tensor:
+    """Online softmax over the chunks (Milakov and Gimelshein, arXiv:1805.02867): float32 ``[B, S_q, H_q, D_v]``.
+
+    Args:
+        scores_of: From scaled q, ``[B, H_kv, group * S_q, D]``, and k, ``[B, C, H_kv, D_k]``, to scores; None: their
+            product.
+    """
     batch_size, seqlen_q = queries.q.shape[:2]
     num_kv_heads = layer.num_kv_heads
     # Query heads of one KV head and the rows of a request are rows of one matrix.
@@ -29,7 +38,7 @@ def _attend(queries: Queries, chunks: Chunks, layer: RadixAttention) -> Tensor:
     total = torch.zeros_like(highest)
     acc = q.new_zeros(batch_size, num_kv_heads, group * seqlen_q, layer.v_head_dim)
     for k, v, begin in chunks:
-        scores = q @ k.permute(0, 2, 3, 1)
+        scores = q @ k.permute(0, 2, 3, 1) if scores_of is None else scores_of(queries, q, k, begin)
         if layer.logit_cap:
             scores = layer.logit_cap * torch.tanh(scores / layer.logit_cap)
         visible = visible_keys(queries, layer, begin, k.shape[1]).unsqueeze(1).unsqueeze(1)  # [B, 1, 1, S_q, C]
@@ -61,4 +70,4 @@ class TorchNativeAttnBackend(GatheredBackend):
     capability = dataclasses.replace(
         CAPABILITY, devices=frozenset({"cpu", "cuda", "hip", "xpu", "npu"}), cuda_graph=True
     )
-    softmax = staticmethod(_attend)
+    softmax = staticmethod(attend_gathered)

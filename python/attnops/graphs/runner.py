@@ -130,14 +130,22 @@ class GraphRunner:
 
     def reason_against(self, batch: AttentionBatch) -> str:
         """Why no graph serves a batch; empty: one does."""
-        return self._reason_against_size(batch) or self.static.reason_against_batch(batch)
+        against = self.static.reason_against_idle if batch.forward_mode.is_idle() else self.static.reason_against_batch
+        return self._reason_against_size(batch) or against(batch)
 
     def _reason_against_size(self, batch: AttentionBatch) -> str:
         if not self._graphs:
             return "nothing has been captured yet; call capture()"
-        if pad_to_size(self.sizes, batch.batch_size) is None:
-            return f"the batch has {batch.batch_size} requests, the largest graph {self.sizes[-1]}; run it eagerly"
+        requests = self._requests_of(batch)
+        if pad_to_size(self.sizes, requests) is None:
+            return f"the batch has {requests} requests, the largest graph {self.sizes[-1]}; run it eagerly"
         return ""
+
+    def _requests_of(self, batch: AttentionBatch) -> int:
+        """Of an idle batch those that its rows of padding would be."""
+        if batch.forward_mode.is_idle():
+            return -(-batch.num_tokens // self.static.tokens_per_request)
+        return batch.batch_size
 
     def can_replay(self, batch: AttentionBatch) -> bool:
         return not self.reason_against(batch)
@@ -148,25 +156,36 @@ class GraphRunner:
 
         Args:
             input_ids: int64 ``[num_tokens]``.
-            batch: Its tensors are copied; its `attn_backend` is not used.
+            batch: Its tensors are copied; its `attn_backend` is not used. An IDLE batch of `num_tokens` rows replays
+                the graph that others replay for as many: all rows are padding, nothing is stored, nothing is copied.
             inputs: Of every `StaticInput`.
 
         Returns:
-            ``[num_tokens, ...]``: what the model gives, in memory that the next replay overwrites.
+            ``[num_tokens, ...]``: what the model gives, in memory that the next replay overwrites. Of an IDLE batch
+            what padding gives.
 
         Raises:
             ValueError: no graph serves the batch, or it is above the backend's limits; says why.
         """
-        reason = self._reason_against_size(batch) or self.static.reason_against(input_ids, batch, inputs)
+        idle = batch.forward_mode.is_idle()
+        reason = self._reason_against_size(batch)
+        reason = reason or (
+            self.static.reason_against_idle(batch) if idle else self.static.reason_against(input_ids, batch, inputs)
+        )
         if reason:
             raise ValueError(f"attnops: no captured graph serves this step: {reason}")
         self._backend.limits.check(batch)
-        size = pad_to_size(self.sizes, batch.batch_size)
+        size = pad_to_size(self.sizes, self._requests_of(batch))
         assert size is not None and self._out is not None
-        self.static.fill(input_ids, batch, inputs)
+        own = self._batches[size]
+        own.actual_forward_mode = batch.forward_mode
+        if idle:
+            self.static.clear()
+        else:
+            self.static.fill(input_ids, batch, inputs)
         if self._backend.needs_cpu_seq_lens:
-            self.static.fill_lengths(self._batches[size], batch)
-        self._backend.init_forward_metadata_out_graph(self._batches[size])
+            self.static.fill_lengths(own, batch)
+        self._backend.init_forward_metadata_out_graph(own)
         self._graphs[size].replay()
         return self._out.rows(batch.num_tokens)
 

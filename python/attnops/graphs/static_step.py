@@ -122,12 +122,16 @@ class StaticStep:
     def fill_lengths(self, own: AttentionBatch, batch: AttentionBatch) -> None:
         """The host's copies of a step's lengths into a graph's batch, for backends that plan with them.
 
-        What the step does not bring stays absent, which such a backend then names.
+        What the step does not bring stays absent, which such a backend then names. An idle step has padding alone.
         """
-        rest = own.batch_size - batch.batch_size
-        own.cache_seqlens_cpu = _longer(batch.cache_seqlens_cpu, rest, self.inputs.declared["cache_seqlens"].padding)
-        own.extend_seq_lens_cpu = _longer(batch.extend_seq_lens_cpu, rest, 0)
-        own.encoder_lens_cpu = _longer(batch.encoder_lens_cpu, rest, 0)
+        rest, names = own.batch_size - batch.batch_size, ("cache_seqlens", "extend_seq_lens", "encoder_lens")
+        lengths = {name: getattr(batch, f"{name}_cpu") for name in names}
+        if batch.forward_mode.is_idle():
+            rest = own.batch_size
+            lengths = {name: torch.zeros(0, dtype=torch.int32) if name in self._own else None for name in names}
+        for name, values in lengths.items():
+            padding = self.inputs.declared[name].padding if name in self._own else 0
+            setattr(own, f"{name}_cpu", _longer(values, rest, padding))
 
     def clear(self) -> None:
         """Padding everywhere, as before the first step."""
@@ -139,6 +143,10 @@ class StaticStep:
             return reason
         values = self._values(input_ids, batch, inputs)
         return self.inputs.reason_against(values, batch.num_tokens, batch.batch_size)
+
+    def reason_against_idle(self, batch: AttentionBatch) -> str:
+        """Why no step of rows of padding can be; empty: it can."""
+        return self._reason_against_buffers() if batch.num_tokens else "an idle batch of no rows has nothing to replay"
 
     def reason_against_batch(self, batch: AttentionBatch) -> str:
         """Why no step of a batch can be; empty: its ids and inputs decide."""
@@ -166,6 +174,9 @@ class StaticStep:
             return "the batch has another req_to_token than the graphs read; keep one table and change its cells"
         if batch.token_to_kv_pool is not self.pool:
             return "the batch has another token_to_kv_pool than the graphs read; capture again for another pool"
+        return self._reason_against_buffers()
+
+    def _reason_against_buffers(self) -> str:
         if self.pool.buffers_version != self.buffers_version:
             return "buffers of the pool were replaced since the capture, the graphs read the old ones; capture again"
         return ""
