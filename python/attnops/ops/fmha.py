@@ -19,8 +19,8 @@ from attnops.ops.xqa_decode import xqa_decode, xqa_decode_plan
 
 _DECODE_DTYPES = (torch.bfloat16, torch.float16)
 
-# Rows (token, head of a group) of a KV head that keep an H200 busy: two tiles for each SM. With a `block_list`, a launch
-# for each head is then faster than copies of all rows: 933 us for 963, 64/4 heads and 4096 tokens.
+# Rows (token, head of a group) of a KV head that keep an H200 busy: two tiles for each SM. With a `block_list`, a
+# launch for each head is then faster than copies of all rows: 933 us for 963, 64/4 heads and 4096 tokens.
 _ROWS_OF_A_GPU = 2 * 132 * 128
 
 
