@@ -62,6 +62,31 @@ def test_long_rows(name, columns, device):
     check(DISTRIBUTIONS[name](5, columns).to(device), lengths, 2048, device)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("columns", "k"), [(16385, 2048), (20003, 7), (70001, 2048), (131072, 512), (131073, 512)])
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_many_long_rows(name, columns, k, dtype):
+    """A GPU gives each a CTA, which reads it twice. Eight rows, over and over, that start anywhere."""
+    lengths = [columns, columns - 1, 5 * k, 5 * k - 1, k, 0, columns // 2, 16000]
+    starts = [0, 1, 5, 2, 3, 0, 7, 11]
+    some = DISTRIBUTIONS[name](8, columns).to(dtype).cuda()
+    times = -(-3 * torch.cuda.get_device_properties(0).multi_processor_count // 8) + 1
+    indices = torch.full((8 * times, k), -7, dtype=torch.int32, device="cuda")
+    ops.topk_select(
+        some.repeat(times, 1),
+        ints(lengths * times, "cuda"),
+        k,
+        row_starts=ints(starts * times, "cuda"),
+        indices=indices,
+    )
+    few = torch.empty_like(indices[:8])
+    ops.topk_select(some, ints(lengths, "cuda"), k, row_starts=ints(starts, "cuda"), indices=few)
+    assert torch.equal(indices, few.repeat(times, 1))
+    expected = reference.topk_select(some.cpu(), lengths, k, row_starts=starts)
+    assert torch.equal(few.cpu(), expected[0])
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("columns", [1, 7, 5000, 20001])

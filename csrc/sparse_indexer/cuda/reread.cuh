@@ -6,7 +6,13 @@
 
 namespace attnops::sparse_indexer {
 
-inline constexpr int kVec = 4;  // keys of one access
+inline constexpr int kVec = 4;                     // keys of one access
+inline constexpr uint32_t kLeastKey = 0x007FFFFF;  // of -inf, the least that is a number
+
+// The float whose key this is; no number above that of infinity.
+__device__ inline float number_of(uint32_t key) {
+  return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
+}
 
 // The share of a CTA in a row. Accesses start at multiples of kVec elements of memory, so the row may begin within
 // the first.

@@ -20,6 +20,18 @@ int cluster_of(const SelectParams& p) {
   return cluster;
 }
 
+// Whether each row has a CTA of its own that reads its keys twice: where rows are so many that all multiprocessors are
+// busy with them, and too long for the registers of one.
+bool streams(const SelectParams& p) {
+  return p.columns > kHeldKeys && p.columns <= kMostStreamed && p.num_rows >= kStreamCtas * device_sms("topk_select");
+}
+
+template <typename T>
+void launch_streaming(const SelectParams& p, cudaStream_t stream) {
+  const LaunchShape shape{static_cast<int>(p.num_rows), kThreads, sizeof(StreamShared), sizeof(StreamShared), 1, 1, 1};
+  launch_dependent<&topk_select_stream_kernel<T>>("topk_select", shape, stream, p);
+}
+
 template <typename T>
 void launch_as(const SelectParams& p, int cluster, cudaStream_t stream) {
   const LaunchShape shape{
@@ -36,8 +48,10 @@ void launch_as(const SelectParams& p, int cluster, cudaStream_t stream) {
 
 void launch(const SelectParams& p, CUstream_st* stream) {
   if (p.num_rows == 0 || p.k == 0) return;
+  const bool is_float = p.dtype == DType::kFloat32;
+  if (streams(p)) return is_float ? launch_streaming<float>(p, stream) : launch_streaming<__nv_bfloat16>(p, stream);
   const int cluster = cluster_of(p);
-  p.dtype == DType::kFloat32 ? launch_as<float>(p, cluster, stream) : launch_as<__nv_bfloat16>(p, cluster, stream);
+  is_float ? launch_as<float>(p, cluster, stream) : launch_as<__nv_bfloat16>(p, cluster, stream);
 }
 
 }  // namespace attnops::sparse_indexer

@@ -1,6 +1,5 @@
 #pragma once
-#include "device/common/pdl.cuh"
-#include "sparse_indexer/cuda/reread.cuh"
+#include "sparse_indexer/cuda/stream.cuh"
 
 // Radix selection. A row belongs to a cluster of CTAs, each of which has a share of consecutive keys. A round counts
 // keys in 2048 bins of shared memory. All CTAs add up the counts of the cluster, so all know the bin of the k-th key.
@@ -12,13 +11,6 @@ inline constexpr int kHeldKeys = kThreads * kVec * kHeld;
 inline constexpr int kWords = kHeldKeys / 32;
 inline constexpr int kMinShare = 4096;  // keys: a shorter row is divided among fewer CTAs
 inline constexpr int kPortableCluster = 8;
-inline constexpr uint32_t kLeastKey = 0x007FFFFF;  // of -inf, the least that is a number
-
-// The float whose key this is; no number above that of infinity.
-__device__ inline float number_of(uint32_t key) {
-  return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
-}
-
 // The same value, of which the compiler keeps nothing that it has computed: there are no registers for it.
 __device__ inline float opaque(float x) {
 #if defined(__CUDA_ARCH__)
@@ -248,13 +240,7 @@ __global__ void __launch_bounds__(kThreads, 2) topk_select_kernel(const __grid_c
   const RowKeys keys = keys_of(p, row);
 
   if (keys.count <= p.k) {  // all of them, whatever they are
-    int32_t* const indices = p.indices + row * p.stride_indices;
-    int32_t* const positions = p.positions != nullptr ? p.positions + row * p.stride_positions : nullptr;
-    for (int i = cluster.rank * kThreads + thread; i < p.k; i += cluster.size * kThreads) {
-      const bool is_key = i < keys.count;
-      indices[i] = is_key ? index_of(p, row, keys.request, i) : -1;
-      if (positions != nullptr) positions[i] = is_key ? i : -1;
-    }
+    take_all(p, row, keys, cluster.rank * kThreads + thread, cluster.size * kThreads);
     return;
   }
   const int ctas = static_cast<int>(min_of<int64_t>(ceil_div<int64_t>(keys.count, kMinShare), cluster.size));
