@@ -13,7 +13,7 @@ from attnops.metadata.fmha_plan import FmhaPlan
 from attnops.metadata.plan import XqaDecodePlan
 from attnops.metadata.plan_checks import check_plan_key
 from attnops.ops._arguments import names_its_arguments, register_fake
-from attnops.ops._prefill_calls import attend_pages, order_tiles
+from attnops.ops._prefill_calls import attend_pages, attend_ragged, order_tiles
 from attnops.ops.block_lists import build_block_tables, unit_pages
 from attnops.ops.xqa_decode import xqa_decode, xqa_decode_plan
 
@@ -129,7 +129,7 @@ def fmha_varlen(
     if causal != plan.causal or window_left != plan.window_left:
         check_plan_key("fmha_varlen", plan, {"causal": causal, "window_left": window_left}, "causal and window_left")
     out, lse = _destinations(q, v.shape[-1], out, lse, return_lse)
-    torch.ops.attnops.fmha_varlen.default(
+    attend_ragged(
         out,
         lse,
         q,
