@@ -86,3 +86,14 @@ def attend_pages(
         plan.partial,
         hidden_keys,
     )
+
+
+def dtype_of_results(q: Tensor) -> torch.dtype:
+    return torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
+
+
+def in_vectors(rows: Tensor) -> bool:
+    """Whether rows start on 16 bytes, and are within 64 GB."""
+    steps, size = rows.stride(), rows.element_size()
+    whole = all(step * size % 16 == 0 for step in steps[:-1]) and rows.data_ptr() % 16 == 0
+    return whole and rows.shape[0] * steps[0] * size < 1 << 36
