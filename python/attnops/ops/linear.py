@@ -105,7 +105,7 @@ def delta_conv_decode(
     """`causal_conv1d_update` of one token per request, then `delta_decode` of its output: bit for bit the two.
 
     On the CPU no thread waits between them, and what is convolved stays in its core's cache. On Hopper one launch does
-    both for tokens and gates of bf16, a width of 4, keys of at most 128, and few values a key. Else CUDA takes two.
+    both for tokens and gates of bf16, a width of 4, keys of at most 128, few values a key. Else CUDA takes two.
     Where a call has states of more than 2^22 elements, the two ops are faster there; backends choose.
 
     Args:
