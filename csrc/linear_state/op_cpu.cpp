@@ -31,7 +31,7 @@ void check_pairs(const Params& p, int32_t* report) {
 }
 
 void run(const char* op, Params p) {
-  CpuFaults faults(op, "states", p.report);
+  CpuFaults faults(op, p.within ? "states" : "states, or of source for src", p.report);
   check_pairs(p, faults.report());
   faults.check();
   if (p.slot_bytes == 0) return;  // and no address to copy from

@@ -270,7 +270,6 @@ STABLE_TORCH_LIBRARY(attnops, m) {
       "Tensor? tree_mask=None) -> ()");
 
   // linear_state/
-  m.def(
-      "copy_states(Tensor(a!) states, Tensor src, Tensor dst, Tensor(b!)? report=None, Tensor? source=None) -> ()");
+  m.def("copy_states(Tensor(a!) states, Tensor src, Tensor dst, Tensor(b!)? report=None, Tensor? source=None) -> ()");
   m.def("clear_states(Tensor(a!) states, Tensor slots, Tensor(b!)? report=None) -> ()");
 }

@@ -231,18 +231,22 @@ def right_states(draw: Draw) -> None:
     states, expected = before.to(draw.device, copy=True), before.clone()
     order = draw.permutation(slots).tolist()
     half = slots // 2
-    src, dst = order[:half], order[half : 2 * half]
+    src, dst, taken = order[:half], order[half : 2 * half], before
     dst = [slot if draw.chance(0.8) else -1 for slot in dst]
     draw.note(dtype=dtype, layers=layers, inner=inner, src=src, dst=dst)
     if draw.chance(0.5):
         draw.saw("op copy_states")
-        ops.copy_states(states, index_tensor(draw, src), index_tensor(draw, dst))
+        source = None
+        if draw.chance(0.4):  # any slots of another pool
+            taken = draw.normal(layers, draw.pick([1, 3, 20]), *inner).to(dtype)
+            source, src = taken.to(draw.device, copy=True), [draw.number(0, taken.shape[1] - 1) for _ in dst]
+        ops.copy_states(states, index_tensor(draw, src), index_tensor(draw, dst), source=source)
     else:
         draw.saw("op clear_states")
         ops.clear_states(states, index_tensor(draw, dst))
-    for source, target in zip(src, dst):
+    for slot, target in zip(src, dst):
         if target >= 0:
-            expected[:, target] = before[:, source] if "op copy_states" in draw.seen else 0
+            expected[:, target] = taken[:, slot] if "op copy_states" in draw.seen else 0
     if not torch.equal(states.cpu(), expected):
         raise Failure("states differ")
 
