@@ -11,6 +11,7 @@ inline constexpr int kHeldKeys = kThreads * kVec * kHeld;
 inline constexpr int kWords = kHeldKeys / 32;
 inline constexpr int kMinShare = 4096;  // keys: a shorter row is divided among fewer CTAs
 inline constexpr int kPortableCluster = 8;
+inline constexpr int kHeldCtas = 2;  // of a multiprocessor
 // The same value, of which the compiler keeps nothing that it has computed: there are no registers for it.
 __device__ inline float opaque(float x) {
 #if defined(__CUDA_ARCH__)
@@ -24,7 +25,7 @@ inline constexpr int kListed = 4096;  // candidates that a CTA has room for
 struct SelectShared {
   Shared shared;
   uint32_t above[kWords], equal[kWords];  // a bit of each key of this CTA
-  int32_t staged[kMaxSelected];
+  alignas(16) int32_t staged[kMaxSelected];
   float listed[kListed];     // keys of this CTA that reach the bound, in any order,
   uint16_t places[kListed];  // and where they are among all of it
   uint32_t num_listed;
@@ -214,13 +215,13 @@ __device__ inline bool select_held(const SelectParams& p, int64_t row, const Row
     is_equal ? ++place.y : ++place.x;
   }
   __syncthreads();
-  write_positions(p, row, keys.request, s.staged, cta_first, s.shared.found_count);
+  write_positions(p, row, keys.request, s.staged, cta_first, s.shared.found_count, kThreads);
   return true;
 }
 
 // Grid: a cluster per row. kStays: the keys of a row stay in registers; else every round reads them again.
 template <typename T, bool kStays>
-__global__ void __launch_bounds__(kThreads, 2) topk_select_kernel(const __grid_constant__ SelectParams p) {
+__global__ void __launch_bounds__(kThreads, kHeldCtas) topk_select_kernel(const __grid_constant__ SelectParams p) {
   extern __shared__ __align__(16) uint8_t memory[];
   SelectShared& s = *reinterpret_cast<SelectShared*>(memory);
   const int thread = threadIdx.x;
