@@ -71,13 +71,14 @@ def test_long_rows(name, columns, device):
 )
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_many_long_rows(name, columns, k, dtype):
-    """A GPU gives each a CTA, which reads it twice. Eight rows, over and over, that start anywhere."""
-    starts = [0, 1, 5, 2, 3, 0, 7, 11]
-    lengths = [columns, columns - 1, 5 * k, 5 * k - 1, k, 0, columns // 2, 16000]
+    """A GPU gives each a CTA, which reads it twice. Ten rows, over and over, that start anywhere."""
+    starts = [0, 1, 5, 2, 3, 0, 7, 11, 1, 0]
+    lengths = [columns, columns - 1, 5 * k, 5 * k - 1, k, 0, columns // 2, 16000, 6 * k, 6 * k - 1]
     lengths = [min(length, columns - start) for start, length in zip(starts, lengths)]
-    some = DISTRIBUTIONS[name](8, columns).to(dtype).cuda()
-    times = -(-3 * torch.cuda.get_device_properties(0).multi_processor_count // 8) + 1
-    indices = torch.full((8 * times, k), -7, dtype=torch.int32, device="cuda")
+    rows = len(lengths)
+    some = DISTRIBUTIONS[name](rows, columns).to(dtype).cuda()
+    times = 3 * torch.cuda.get_device_properties(0).multi_processor_count // rows + 1
+    indices = torch.full((rows * times, k), -7, dtype=torch.int32, device="cuda")
     ops.topk_select(
         some.repeat(times, 1),
         ints(lengths * times, "cuda"),
@@ -85,7 +86,7 @@ def test_many_long_rows(name, columns, k, dtype):
         row_starts=ints(starts * times, "cuda"),
         indices=indices,
     )
-    few = torch.empty_like(indices[:8])
+    few = torch.empty_like(indices[:rows])
     ops.topk_select(some, ints(lengths, "cuda"), k, row_starts=ints(starts, "cuda"), indices=few)
     assert torch.equal(indices, few.repeat(times, 1))
     expected = reference.topk_select(some.cpu(), lengths, k, row_starts=starts)

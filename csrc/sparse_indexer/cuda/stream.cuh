@@ -9,18 +9,25 @@ namespace attnops::sparse_indexer {
 
 inline constexpr int kStreamCtas = 3;
 inline constexpr int kStreamListed = 4096;       // keys that a list has room for
+inline constexpr float kStreamExpected = 3500;   // so many are expected to fit
+inline constexpr int kLeastBound = 6;            // keys of a row for each of k: a list of fewer would have no room
 inline constexpr int kLeastStreamed = 8192 + 1;  // columns
 inline constexpr int kMostStreamed = 1 << 17;    // columns: a bit of each
 inline constexpr int kAtOnce = 4;                // accesses of a thread that are on their way
 
+inline constexpr int kMostMaxima = 2 * kStreamListed / kThreads;  // of a thread
+
 struct StreamShared {
-  Shared shared;                            // in the end its bins are bits of keys
-  alignas(16) float listed[kStreamListed];  // in any order; in the end positions
-  int32_t places[kStreamListed];            // where they are in the row
-  uint32_t num_listed[2];                   // of the first try, and of the second
+  Shared shared;                                  // in the end its bins are bits of keys
+  alignas(16) uint32_t words[2 * kStreamListed];  // maxima of groups, then the list
+  uint32_t num_listed[2];                         // of the first try, and of the second
 
   __device__ uint32_t* above() { return shared.bins[0]; }
   __device__ uint32_t* equal() { return shared.bins[2]; }
+  __device__ float* maxima() { return reinterpret_cast<float*>(words); }
+  __device__ float* listed() { return reinterpret_cast<float*>(words); }                      // in any order
+  __device__ int32_t* places() { return reinterpret_cast<int32_t*>(words) + kStreamListed; }  // of them in the row
+  __device__ int32_t* staged() { return reinterpret_cast<int32_t*>(words); }                  // in the end: positions
 };
 static_assert(2 * kBins * 32 == kMostStreamed && kStreamListed >= kMaxSelected);
 
@@ -48,40 +55,56 @@ struct StreamRow {
     for (int i = 0; i < kVec; ++i) x[i] = v.at(i);
   }
 
-  // Calls run(x) for kAtOnce accesses of this thread, which are kStride keys apart, until the row ends. All threads
-  // call it the same number of times.
-  static constexpr int kStride = kThreads * kVec;
+  // Calls run(x, first) for batches of keys: a warp has kBatch that lie side by side, of which x[s][i] of lane l is the
+  // one at first / kBatch * kBatch + s * kStride + l * kVec + i. Warps without keys of a batch do not call it.
+  static constexpr int kStride = 32 * kVec, kBatch = kAtOnce * kStride;
   template <class Run>
   __device__ void for_each(const Run& run) const {
+    const int thread = threadIdx.x, lane = thread % 32;
 #pragma unroll 1
-    for (int first = 0; first < end; first += kAtOnce * kStride) {
+    for (int first = thread / 32 * kBatch; first < end; first += kWarps * kBatch) {
       float x[kAtOnce][kVec];
-      const int at = first + static_cast<int>(threadIdx.x) * kVec;
-      if (first >= begin && first + kAtOnce * kStride <= end) {
+      const int at = first + lane * kVec;
+      if (first >= begin && first + kBatch <= end) {
 #pragma unroll
         for (int s = 0; s < kAtOnce; ++s) load_whole(at + s * kStride, x[s]);
       } else {
 #pragma unroll
         for (int s = 0; s < kAtOnce; ++s) load(at + s * kStride, x[s]);
       }
-      run(x);
+      run(x, first);
     }
   }
 };
 
-// A lower bound of the k-th key, and the bits of the keys' span from there on. False: there are too few numbers.
+// A finer bound than the bin of maxima that has been found, which are those of this thread that are kept.
+__device__ inline void refine_bound(StreamShared& s, int num_maxima, Selection& found) {
+  const uint32_t low = s.shared.found_bin << 21, rank = found.rank - s.shared.found_above;
+  for (int i = 0; i < num_maxima; ++i) {
+    const uint32_t distance = key_of(s.maxima()[i * kThreads + threadIdx.x]) - low;
+    if (distance < 1u << 21) atomicAdd(&s.shared.bins[1][distance >> 10], 1u);
+  }
+  reinterpret_cast<uint4*>(s.shared.bins[0])[threadIdx.x] = make_uint4(0, 0, 0, 0);  // for a later round
+  find_bin(s.shared, Cluster{0, 1}, 1, rank);
+  if (s.shared.found_bin != kNone) found.low = max_of(low + (s.shared.found_bin << 10), kLeastKey);
+}
+
+// A lower bound of the k-th key, and the bits of the keys' span from there on. Rounds that this took; 0: there are too
+// few numbers.
 template <typename T>
-__device__ inline bool bound_row(const StreamRow<T>& row, int count, StreamShared& s, Selection& found) {
+__device__ inline int bound_row(const StreamRow<T>& row, int count, StreamShared& s, Selection& found) {
   static_assert(kAtOnce == 4);
-  const int k = static_cast<int>(found.rank), groups = count / kVec;
-  int of_group = 1;  // accesses; at least 2 k groups remain, or all
-  while (groups / of_group >= 4 * k) of_group *= 2;
+  const int k = static_cast<int>(found.rank), thread = threadIdx.x;
+  int of_group = 1, groups = count / kVec;  // accesses of a group; at least 2 k groups remain, or all
+  while (groups >= 4 * k) of_group *= 2, groups /= 2;
   float most = __int_as_float(0x7FFFFFFF), highest = most;
-  int seen = 0;
+  int seen = 0, num_maxima = 0;
   const auto count_group = [&](float group) {
-    if (group == group) atomicAdd(&s.shared.bins[0][ordered(group) >> 21], 1u);
+    if (group != group) return;
+    atomicAdd(&s.shared.bins[0][key_of(group) >> 21], 1u);
+    if (num_maxima < kMostMaxima) s.maxima()[num_maxima++ * kThreads + thread] = group;
   };
-  row.for_each([&](const float(&x)[kAtOnce][kVec]) {
+  row.for_each([&](const float(&x)[kAtOnce][kVec], int) {
     float group[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) group[i] = fmaxf(fmaxf(x[i][0], x[i][1]), fmaxf(x[i][2], x[i][3]));
@@ -99,25 +122,27 @@ __device__ inline bool bound_row(const StreamRow<T>& row, int count, StreamShare
     if (seen == of_group) count_group(most), most = __int_as_float(0x7FFFFFFF), seen = 0;
   });
   count_group(most);
-  const uint32_t max_key = __reduce_max_sync(~0u, highest == highest ? ordered(highest) : 0u);
-  if (threadIdx.x % 32 == 0) atomicMax(&s.shared.max_key, max_key);
+  const uint32_t max_key = __reduce_max_sync(~0u, highest == highest ? key_of(highest) : 0u);
+  if (thread % 32 == 0) atomicMax(&s.shared.max_key, max_key);
   find_bin(s.shared, Cluster{0, 1}, 0, found.rank);
-  if (s.shared.found_bin == kNone) return false;
+  if (s.shared.found_bin == kNone) return 0;
+  const uint32_t row_max = s.shared.row_max, reach = s.shared.found_above + s.shared.found_count;
   found.low = max_of(s.shared.found_bin << 21, kLeastKey);
-  found.bits = 32 - __clz(s.shared.row_max - found.low);
-  return true;
+  // Keys that reach a bound which `reach` of the maxima do, if keys stand in no order.
+  const float expected = -groups * __logf(max_of(1.f - static_cast<float>(reach) / groups, 1e-6f));
+  const bool refines = expected > kStreamExpected;
+  if (refines) refine_bound(s, num_maxima, found);
+  found.bits = 32 - __clz(row_max - found.low);
+  return refines ? 2 : 1;
 }
 
 // Lists the keys from `least` on: a set of bits for the keys that a thread has of a batch, and then, of those in the
 // set, where they are; keys themselves are read again, for registers have no index. False: there are too many.
 template <typename T>
 __device__ inline bool list_row(const StreamRow<T>& row, float least, StreamShared& s, uint32_t& num_listed) {
-  constexpr int kKeys = kAtOnce * kVec, kBatch = kThreads * kKeys, kRead = 4;
+  constexpr int kKeys = kAtOnce * kVec, kBatch = StreamRow<T>::kBatch, kRead = 4;
   const int thread = threadIdx.x, lane = thread % 32;
-  int batch = thread * kKeys;
-  row.for_each([&](const float(&x)[kAtOnce][kVec]) {
-    const int own = batch;
-    batch += kBatch;
+  row.for_each([&](const float(&x)[kAtOnce][kVec], int batch) {
     uint32_t set = 0;
 #pragma unroll
     for (int i = 0; i < kKeys; ++i) {
@@ -139,7 +164,7 @@ __device__ inline bool list_row(const StreamRow<T>& row, float least, StreamShar
     while (set != 0) {
       const int i = 31 - __clz(set);
       set ^= 1u << i;
-      s.places[slot++] = own + i;
+      s.places()[slot++] = batch + lane * kKeys + i;
     }
   });
   __syncthreads();
@@ -152,16 +177,16 @@ __device__ inline bool list_row(const StreamRow<T>& row, float least, StreamShar
 #pragma unroll
     for (int i = 0; i < kRead; ++i) {
       if (first + i * kThreads >= listed) continue;
-      const int place = s.places[first + i * kThreads], of_thread = place % kKeys;
-      at[i] = place / kBatch * kBatch + of_thread / kVec * StreamRow<T>::kStride + place % kBatch / kKeys * kVec +
-              of_thread % kVec;
+      const uint32_t place = s.places()[first + i * kThreads], key = place % kKeys;
+      at[i] = static_cast<int>(place / kBatch * kBatch + key / kVec * StreamRow<T>::kStride +
+                               place % kBatch / kKeys * kVec + key % kVec);
       x[i] = static_cast<float>(row.base[at[i]]);
     }
 #pragma unroll
     for (int i = 0; i < kRead; ++i) {
       if (first + i * kThreads >= listed) continue;
-      s.listed[first + i * kThreads] = x[i];
-      s.places[first + i * kThreads] = at[i] - row.begin;
+      s.listed()[first + i * kThreads] = x[i];
+      s.places()[first + i * kThreads] = at[i] - row.begin;
     }
   }
   return true;
@@ -173,12 +198,12 @@ __device__ inline bool count_round(const ForEachKey& for_each_key, int round, St
   const int next = max_of(0, found.bits - 11);
   const uint32_t low = found.low, span = found.bits == 32 ? ~0u : (1u << found.bits) - 1;
   const float least = number_of(low);
-  uint32_t* const bins = s.shared.bins[round];
+  uint32_t* const bins = s.shared.bins[round % kRounds];
   for_each_key([&](float x) {
     const uint32_t distance = key_of(x) - low;
     if (x >= least && distance <= span) atomicAdd(&bins[distance >> next], 1u);
   });
-  find_bin(s.shared, Cluster{0, 1}, round, found.rank);
+  find_bin(s.shared, Cluster{0, 1}, round % kRounds, found.rank);
   if (s.shared.found_bin == kNone) return false;
   found.narrow(s.shared, next);
   return true;
@@ -195,13 +220,15 @@ template <typename T>
 __device__ inline Candidates list_candidates(const StreamRow<T>& row, int count, StreamShared& s, Selection& found) {
   const uint32_t k = found.rank;
   int round = 0;
-  if (count >= 5 * static_cast<int>(k)) {
-    if (!bound_row(row, count, s, found)) return {};
-    round = 1;
-    if (list_row(row, number_of(found.low), s, s.num_listed[0])) return {static_cast<int>(s.num_listed[0]), 1, false};
+  if (count >= kLeastBound * static_cast<int>(k)) {
+    round = bound_row(row, count, s, found);
+    if (round == 0) return {};
+    if (list_row(row, number_of(found.low), s, s.num_listed[0])) {
+      return {static_cast<int>(s.num_listed[0]), round, false};
+    }
   }
   const auto for_each_key = [&](const auto& run) {
-    row.for_each([&](const float(&x)[kAtOnce][kVec]) {
+    row.for_each([&](const float(&x)[kAtOnce][kVec], int) {
 #pragma unroll
       for (int i = 0; i < kAtOnce * kVec; ++i) run(x[i / kVec][i % kVec]);
     });
@@ -225,7 +252,7 @@ __device__ inline bool select_streaming(const SelectParams& p, int64_t row, cons
   const int listed = candidates.listed;
   if (listed == 0) return false;
   const auto for_each_key = [&](const auto& run) {
-    for (int i = thread; i < listed; i += kThreads) run(s.listed[i]);
+    for (int i = thread; i < listed; i += kThreads) run(s.listed()[i]);
   };
   bool counted = candidates.counted;
   for (int round = candidates.round; !counted || (found.bits > 0 && !found.whole); ++round) {
@@ -239,8 +266,8 @@ __device__ inline bool select_streaming(const SelectParams& p, int64_t row, cons
   const float least = number_of(found.low);
   const bool ties = !found.whole;  // of those equal to the k-th, not all are selected
   for (int i = thread; i < listed; i += kThreads) {
-    const float x = s.listed[i];
-    const int place = s.places[i];
+    const float x = s.listed()[i];
+    const int place = s.places()[i];
     if (x >= least) atomicOr((ties && x == least ? s.equal() : s.above()) + place / 32, 1u << place % 32);
   }
   __syncthreads();
@@ -252,7 +279,7 @@ __device__ inline bool select_streaming(const SelectParams& p, int64_t row, cons
     mine = {mine.x + __popc(s.above()[word]), mine.y + __popc(s.equal()[word])};
   }
   uint2 place = sum_before(mine, s.shared.warp_sums);
-  auto* const staged = reinterpret_cast<int32_t*>(s.listed);
+  int32_t* const staged = s.staged();
   for (int word = first; word < last; ++word) {
     const uint32_t above = s.above()[word], equal = s.equal()[word];
     for (uint32_t both = above | equal; both != 0; both &= both - 1) {
@@ -275,19 +302,19 @@ __global__ void __launch_bounds__(kThreads, kStreamCtas)
   StreamShared& s = *reinterpret_cast<StreamShared*>(memory);
   const int64_t row = blockIdx.x;
   const Cluster alone{0, 1};
-  clear_bins(s.shared);
-  if (threadIdx.x == 0) s.num_listed[0] = s.num_listed[1] = 0;
   wait_for_earlier_kernels();
   let_next_kernel_start();
   if (p.report != nullptr && threadIdx.x == 0) report_row(p, row);
   const RowKeys keys = keys_of(p, row);
   if (keys.count <= p.k) return take_all(p, row, keys, threadIdx.x, kThreads);
+  clear_bins(s.shared);
+  if (threadIdx.x == 0) s.num_listed[0] = s.num_listed[1] = 0;
   __syncthreads();  // the counts are zero
   if (select_streaming(p, row, keys, Share<T>(p, row, keys, alone), s)) return;
   __syncthreads();
   clear_bins(s.shared);
   __syncthreads();
-  select_rereading<T>(p, row, alone, s.shared, reinterpret_cast<int32_t*>(s.listed));
+  select_rereading<T>(p, row, alone, s.shared, s.staged());
 }
 
 }  // namespace attnops::sparse_indexer

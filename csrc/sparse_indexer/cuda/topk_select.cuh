@@ -46,7 +46,10 @@ struct HeldKeys {
 #pragma unroll
     for (int s = 0; s < kHeld; ++s) {
       const int at = (s * kThreads + static_cast<int>(threadIdx.x)) * kVec;
-      if (at >= begin && at + kVec <= end) {
+      if (s >= steps) {
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) x[s][i] = __int_as_float(0x7FFFFFFF);
+      } else if (at >= begin && at + kVec <= end) {
         const auto v = *reinterpret_cast<const RowVec<T, kVec>*>(first + at);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) x[s][i] = v.at(i);
