@@ -6,8 +6,9 @@
 
 namespace attnops::sparse_indexer {
 
-inline constexpr int kVec = 4;                     // keys of one access
-inline constexpr uint32_t kLeastKey = 0x007FFFFF;  // of -inf, the least that is a number
+inline constexpr int kVec = 4;                        // keys of one access
+inline constexpr uint32_t kLeastKey = 0x007FFFFF;     // of -inf, the least that is a number
+inline constexpr uint32_t kGreatestKey = 0xFF800000;  // of inf
 
 // As ordered() has it, of a number.
 __device__ inline uint32_t key_of(float x) {

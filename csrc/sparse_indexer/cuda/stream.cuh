@@ -3,28 +3,30 @@
 
 // Selection of many long rows: a CTA a row, and three on a multiprocessor, so that some wait for memory while others
 // count. Keys are read twice, the second time from L2: for a bound, which the k-th of the maxima of groups is, and for
-// the keys from there on. The rest is done with a list of these. Rows of few more than k keys have no such bound, and
-// of some the list has no room: all their keys from the bound on are counted, which gives a better one.
+// the keys from there on. The rest is done with a list of these. Long rows guess a bound from a sample first, and read
+// all keys once where the list proves it right. Rows of few more than k keys have no bound, and of some the list has no
+// room: all their keys from the bound on are counted, which gives a better one.
 namespace attnops::sparse_indexer {
 
 inline constexpr int kStreamCtas = 3;
 inline constexpr int kStreamListed = 4096;       // keys that a list has room for
 inline constexpr float kStreamExpected = 3500;   // so many are expected to fit
+inline constexpr int kLeastGuessed = 1 << 15;    // keys of a row whose bound is guessed first
+inline constexpr uint32_t kMoreGuessed = 450;    // keys that a guess has more than 5 / 4 k
 inline constexpr int kLeastBound = 6;            // keys of a row for each of k: a list of fewer would have no room
 inline constexpr int kLeastStreamed = 8192 + 1;  // columns
 inline constexpr int kMostStreamed = 1 << 17;    // columns: a bit of each
 inline constexpr int kAtOnce = 4;                // accesses of a thread that are on their way
-
-inline constexpr int kMostMaxima = 2 * kStreamListed / kThreads;  // of a thread
+inline constexpr int kMostKept = 2 * kStreamListed / kThreads;  // keys of a thread, for a finer bound
 
 struct StreamShared {
   Shared shared;                                  // in the end its bins are bits of keys
-  alignas(16) uint32_t words[2 * kStreamListed];  // maxima of groups, then the list
-  uint32_t num_listed[2];                         // of the first try, and of the second
+  alignas(16) uint32_t words[2 * kStreamListed];  // keys that are kept, then the list
+  uint32_t num_listed[3];                         // of a bound's list, of a counted one, of a guess's
 
   __device__ uint32_t* above() { return shared.bins[0]; }
   __device__ uint32_t* equal() { return shared.bins[2]; }
-  __device__ float* maxima() { return reinterpret_cast<float*>(words); }
+  __device__ float* kept() { return reinterpret_cast<float*>(words); }
   __device__ float* listed() { return reinterpret_cast<float*>(words); }                      // in any order
   __device__ int32_t* places() { return reinterpret_cast<int32_t*>(words) + kStreamListed; }  // of them in the row
   __device__ int32_t* staged() { return reinterpret_cast<int32_t*>(words); }                  // in the end: positions
@@ -77,16 +79,47 @@ struct StreamRow {
   }
 };
 
-// A finer bound than the bin of maxima that has been found, which are those of this thread that are kept.
-__device__ inline void refine_bound(StreamShared& s, int num_maxima, Selection& found) {
-  const uint32_t low = s.shared.found_bin << 21, rank = found.rank - s.shared.found_above;
-  for (int i = 0; i < num_maxima; ++i) {
-    const uint32_t distance = key_of(s.maxima()[i * kThreads + threadIdx.x]) - low;
+// A finer bound than the bin that has been found: the key of that rank among those kept of this thread and the others.
+__device__ inline uint32_t refined(StreamShared& s, int num_kept, uint32_t rank) {
+  const uint32_t low = s.shared.found_bin << 21, left = rank - s.shared.found_above;
+  for (int i = 0; i < num_kept; ++i) {
+    const uint32_t distance = key_of(s.kept()[i * kThreads + threadIdx.x]) - low;
     if (distance < 1u << 21) atomicAdd(&s.shared.bins[1][distance >> 10], 1u);
   }
   reinterpret_cast<uint4*>(s.shared.bins[0])[threadIdx.x] = make_uint4(0, 0, 0, 0);  // for a later round
-  find_bin(s.shared, Cluster{0, 1}, 1, rank);
-  if (s.shared.found_bin != kNone) found.low = max_of(low + (s.shared.found_bin << 10), kLeastKey);
+  find_bin(s.shared, Cluster{0, 1}, 1, left);
+  return max_of(s.shared.found_bin == kNone ? low : low + (s.shared.found_bin << 10), kLeastKey);
+}
+
+// What is no bound, but a key that some more than k are likely to reach: one of a sample of small pieces all over the
+// row. False: there are too few numbers.
+template <typename T>
+__device__ inline bool guess_bound(const StreamRow<T>& row, int count, StreamShared& s, Selection& found) {
+  constexpr int kSampled = kAtOnce * kVec;  // keys of a thread
+  static_assert(kSampled <= kMostKept);
+  const int thread = threadIdx.x;
+  int apart = 1;  // pieces of 64 or 32 bytes, four lanes each, of which one is taken
+  while (count > apart * kThreads * kSampled) apart *= 2;
+  float x[kAtOnce][kVec];
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) {
+    const int piece = (i * kThreads + thread) / 4;
+    row.load(((piece * apart + (piece & (apart - 1))) * 4 + thread % 4) * kVec, x[i]);
+  }
+  int num_kept = 0;
+#pragma unroll
+  for (int i = 0; i < kSampled; ++i) {
+    const float key = x[i / kVec][i % kVec];
+    if (key != key) continue;
+    atomicAdd(&s.shared.bins[0][key_of(key) >> 21], 1u);
+    s.kept()[num_kept++ * kThreads + thread] = key;
+  }
+  const uint32_t wanted = found.rank + found.rank / 4 + kMoreGuessed, rank = ceil_div<uint32_t>(wanted, apart);
+  find_bin(s.shared, Cluster{0, 1}, 0, rank);
+  if (s.shared.found_bin == kNone) return false;
+  found.low = refined(s, num_kept, rank);
+  found.bits = 32 - __clz(kGreatestKey - found.low);
+  return true;
 }
 
 // A lower bound of the k-th key, and the bits of the keys' span from there on. Rounds that this took; 0: there are too
@@ -98,11 +131,11 @@ __device__ inline int bound_row(const StreamRow<T>& row, int count, StreamShared
   int of_group = 1, groups = count / kVec;  // accesses of a group; at least 2 k groups remain, or all
   while (groups >= 4 * k) of_group *= 2, groups /= 2;
   float most = __int_as_float(0x7FFFFFFF), highest = most;
-  int seen = 0, num_maxima = 0;
+  int seen = 0, num_kept = 0;
   const auto count_group = [&](float group) {
     if (group != group) return;
     atomicAdd(&s.shared.bins[0][key_of(group) >> 21], 1u);
-    if (num_maxima < kMostMaxima) s.maxima()[num_maxima++ * kThreads + thread] = group;
+    if (num_kept < kMostKept) s.kept()[num_kept++ * kThreads + thread] = group;
   };
   row.for_each([&](const float(&x)[kAtOnce][kVec], int) {
     float group[kAtOnce];
@@ -131,7 +164,7 @@ __device__ inline int bound_row(const StreamRow<T>& row, int count, StreamShared
   // Keys that reach a bound which `reach` of the maxima do, if keys stand in no order.
   const float expected = -groups * __logf(max_of(1.f - static_cast<float>(reach) / groups, 1e-6f));
   const bool refines = expected > kStreamExpected;
-  if (refines) refine_bound(s, num_maxima, found);
+  if (refines) found.low = refined(s, num_kept, found.rank);
   found.bits = 32 - __clz(row_max - found.low);
   return refines ? 2 : 1;
 }
@@ -219,6 +252,17 @@ struct Candidates {
 template <typename T>
 __device__ inline Candidates list_candidates(const StreamRow<T>& row, int count, StreamShared& s, Selection& found) {
   const uint32_t k = found.rank;
+  if (count >= kLeastGuessed) {
+    Selection guess = found;
+    if (guess_bound(row, count, s, guess) && list_row(row, number_of(guess.low), s, s.num_listed[2]) &&
+        s.num_listed[2] >= k) {
+      found = guess;
+      return {static_cast<int>(s.num_listed[2]), 2, false};
+    }
+    __syncthreads();
+    clear_bins(s.shared);
+    __syncthreads();
+  }
   int round = 0;
   if (count >= kLeastBound * static_cast<int>(k)) {
     round = bound_row(row, count, s, found);
@@ -308,7 +352,7 @@ __global__ void __launch_bounds__(kThreads, kStreamCtas)
   const RowKeys keys = keys_of(p, row);
   if (keys.count <= p.k) return take_all(p, row, keys, threadIdx.x, kThreads);
   clear_bins(s.shared);
-  if (threadIdx.x == 0) s.num_listed[0] = s.num_listed[1] = 0;
+  if (threadIdx.x == 0) s.num_listed[0] = s.num_listed[1] = s.num_listed[2] = 0;
   __syncthreads();  // the counts are zero
   if (select_streaming(p, row, keys, Share<T>(p, row, keys, alone), s)) return;
   __syncthreads();
