@@ -84,7 +84,7 @@ __device__ inline uint32_t refined(StreamShared& s, int num_kept, uint32_t rank)
   const uint32_t low = s.shared.found_bin << 21, left = rank - s.shared.found_above;
   for (int i = 0; i < num_kept; ++i) {
     const uint32_t distance = key_of(s.kept()[i * kThreads + threadIdx.x]) - low;
-    if (distance < 1u << 21) atomicAdd(&s.shared.bins[1][distance >> 10], 1u);
+    count_in(s.shared.bins[1], distance >> 10, distance < 1u << 21);
   }
   reinterpret_cast<uint4*>(s.shared.bins[0])[threadIdx.x] = make_uint4(0, 0, 0, 0);  // for a later round
   find_bin(s.shared, Cluster{0, 1}, 1, left);
@@ -110,9 +110,8 @@ __device__ inline bool guess_bound(const StreamRow<T>& row, int count, StreamSha
 #pragma unroll
   for (int i = 0; i < kSampled; ++i) {
     const float key = x[i / kVec][i % kVec];
-    if (key != key) continue;
-    atomicAdd(&s.shared.bins[0][key_of(key) >> 21], 1u);
-    s.kept()[num_kept++ * kThreads + thread] = key;
+    count_in(s.shared.bins[0], key_of(key) >> 21, key == key);
+    if (key == key) s.kept()[num_kept++ * kThreads + thread] = key;
   }
   const uint32_t wanted = found.rank + found.rank / 4 + kMoreGuessed, rank = ceil_div<uint32_t>(wanted, apart);
   find_bin(s.shared, Cluster{0, 1}, 0, rank);
@@ -133,9 +132,8 @@ __device__ inline int bound_row(const StreamRow<T>& row, int count, StreamShared
   float most = __int_as_float(0x7FFFFFFF), highest = most;
   int seen = 0, num_kept = 0;
   const auto count_group = [&](float group) {
-    if (group != group) return;
-    atomicAdd(&s.shared.bins[0][key_of(group) >> 21], 1u);
-    if (num_kept < kMostKept) s.kept()[num_kept++ * kThreads + thread] = group;
+    count_in(s.shared.bins[0], key_of(group) >> 21, group == group);
+    if (group == group && num_kept < kMostKept) s.kept()[num_kept++ * kThreads + thread] = group;
   };
   row.for_each([&](const float(&x)[kAtOnce][kVec], int) {
     float group[kAtOnce];
@@ -234,7 +232,7 @@ __device__ inline bool count_round(const ForEachKey& for_each_key, int round, St
   uint32_t* const bins = s.shared.bins[round % kRounds];
   for_each_key([&](float x) {
     const uint32_t distance = key_of(x) - low;
-    if (x >= least && distance <= span) atomicAdd(&bins[distance >> next], 1u);
+    count_in(bins, distance >> next, x >= least && distance <= span);
   });
   find_bin(s.shared, Cluster{0, 1}, round % kRounds, found.rank);
   if (s.shared.found_bin == kNone) return false;

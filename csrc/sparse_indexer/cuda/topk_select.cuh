@@ -82,9 +82,7 @@ __device__ inline void bound_keys(const HeldKeys& held, const Cluster& cluster, 
     const float(&x)[kVec] = held.x[step];
     most[step] = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
   }
-  const auto count_group = [&](float group) {
-    if (group == group) atomicAdd(&s.shared.bins[0][ordered(group) >> 21], 1u);
-  };
+  const auto count_group = [&](float group) { count_in(s.shared.bins[0], key_of(group) >> 21, group == group); };
   const auto merge = [&](int distance) {
 #pragma unroll
     for (int step = 0; step < distance; ++step) most[step] = fmaxf(most[step], most[step + distance]);
@@ -166,8 +164,8 @@ __device__ bool mark_selected(const HeldKeys& held, const Cluster& cluster, Sele
     const float least = number_of(low);
     uint32_t* const bins = s.shared.bins[round];
     for_each_candidate<kIsListed>(held, s, [&](float x, int) {
-      const uint32_t distance = ordered(x) - low;
-      if (x >= least && distance <= span) atomicAdd(&bins[distance >> next], 1u);
+      const uint32_t distance = key_of(x) - low;
+      count_in(bins, distance >> next, x >= least && distance <= span);
     });
     find_bin(s.shared, cluster, round, found.rank);
     if (s.shared.found_bin == kNone) return false;

@@ -1,7 +1,6 @@
 #!/bin/bash
 # build.sh FOLDER: makes FOLDER/select_check and FOLDER/logits_check, or those in CHECKS. Each is to be run as
-# `check SEED CASES`. The kernels'
-# own code, but for instructions of PTX, which the model answers.
+# `check SEED CASES`. The kernels' own code, but for instructions of PTX, which the model answers.
 set -e
 here=$(cd "$(dirname "$0")" && pwd); root=$here/../../..; out=$(realpath -m "$1"); mkdir -p "$out"
 rm -rf "$out/csrc"; cp -r "$root/csrc" "$out/csrc"
