@@ -203,8 +203,8 @@ __device__ inline bool list_row(const StreamRow<T>& row, float least, StreamShar
   if (listed > kStreamListed) return false;
   // Each key by the thread that asks for it later.
   for (int first = thread; first < listed; first += kRead * kThreads) {
-    int at[kRead];
-    float x[kRead];
+    int at[kRead]{};
+    float x[kRead]{};
 #pragma unroll
     for (int i = 0; i < kRead; ++i) {
       if (first + i * kThreads >= listed) continue;
