@@ -80,11 +80,10 @@ constexpr int kTileKeys = 32, kTileThreads = 256, kTileWarps = kTileThreads / 32
 constexpr int64_t kMostTileBlocks = 132 * 16;
 constexpr int kMostFragments = 4;
 
-// Labels of 32 keys and a KV head, of 32 * kDepth channels, in products of matrices: a row of A is a key, a column of B
-// one of 8 * kWidth query heads. Each lane has 16 bytes of a key for every 32 channels, which it gets in one access.
-// The order of channels does not matter to a sum: those 16 bytes of A and of B stand where the instruction wants its
-// four pairs of them.
-template <typename T, int kDepth, int kWidth>
+// Labels of 32 keys and a KV head, of 8 * kWords * kDepth channels, in products of matrices: a row of A is a key, a
+// column of B one of 8 * kWidth query heads. A lane has kWords words of two channels for each step of depth, in one
+// access. The order of channels does not matter to a sum: words of A and of B stand where the instruction wants pairs.
+template <typename T, int kWords, int kDepth, int kWidth>
 class ScoreTile {
  public:
   __device__ ScoreTile(const ScoreParams& p, int request, int head)
@@ -95,13 +94,13 @@ class ScoreTile {
       const int row = 8 * w + lane_ / 4;
 #pragma unroll
       for (int d = 0; d < kDepth; ++d) {
-        Vec<T, 8> values{};
+        Vec<T, kOfLane> values{};
         if (row < group_) {
-          const T* const from = q + (int64_t{head} * group_ + row) * p.q_stride_head + 32 * d + 8 * (lane_ % 4);
+          const T* const from = q + (int64_t{head} * group_ + row) * p.q_stride_head + channel(d);
 #pragma unroll
-          for (int i = 0; i < 8; ++i) values.data[i] = from[i];
+          for (int i = 0; i < kOfLane; ++i) values.data[i] = from[i];
         }
-        q_[w][d] = __builtin_bit_cast(uint4, values);
+        q_[w][d] = __builtin_bit_cast(Words, values);
       }
     }
   }
@@ -113,8 +112,8 @@ class ScoreTile {
       const int64_t from = __shfl_sync(~0u, place, 8 * i + lane_ / 4);
 #pragma unroll
       for (int d = 0; d < kDepth; ++d) {
-        labels_[i][d] = make_uint4(0, 0, 0, 0);
-        if (from >= 0) labels_[i][d] = load_vec<uint4>(labels + from + 32 * d + 8 * (lane_ % 4));
+        labels_[i][d] = Words{};
+        if (from >= 0) labels_[i][d] = load_vec<Words>(labels + from + channel(d));
       }
     }
   }
@@ -131,9 +130,9 @@ class ScoreTile {
         float sums[4] = {};
 #pragma unroll
         for (int d = 0; d < kDepth; ++d) {
-          const uint4 &a = labels_[2 * half][d], &b = labels_[2 * half + 1][d];
-          mma_m16n8k16<T>(sums, {a.x, b.x, a.y, b.y}, q_[w][d].x, q_[w][d].y);
-          mma_m16n8k16<T>(sums, {a.z, b.z, a.w, b.w}, q_[w][d].z, q_[w][d].w);
+          const auto &a = labels_[2 * half][d].data, &b = labels_[2 * half + 1][d].data, &q = q_[w][d].data;
+#pragma unroll
+          for (int i = 0; i < kWords; i += 2) mma_m16n8k16<T>(sums, {a[i], b[i], a[i + 1], b[i + 1]}, q[i], q[i + 1]);
         }
         const int column = 8 * w + 2 * (lane_ % 4);
         if (column < group_) low = fmaxf(low, sums[0]), high = fmaxf(high, sums[2]);
@@ -149,13 +148,18 @@ class ScoreTile {
   __device__ int key_of_lane() const { return 8 * (lane_ % 4) + lane_ / 4; }
 
  private:
+  static constexpr int kOfLane = 2 * kWords;  // channels
+  using Words = Vec<uint32_t, kWords>;
+
+  __device__ int channel(int depth) const { return (4 * depth + lane_ % 4) * kOfLane; }
+
   int group_, lane_;
-  uint4 q_[kWidth][kDepth], labels_[4][kDepth];
+  Words q_[kWidth][kDepth], labels_[4][kDepth];
 };
 
 // A warp has 32 keys of a KV head at a time. The warps of a CTA share keys as long as there are heads, so that what
 // they read lies side by side. Places of the next keys are looked up while labels are on their way.
-template <typename T, int kDepth, int kWidth>
+template <typename T, int kWords, int kDepth, int kWidth>
 __global__ void __launch_bounds__(kTileThreads) score_tiles_kernel(const __grid_constant__ ScoreParams p) {
   wait_for_earlier_kernels();
   let_next_kernel_start();
@@ -172,7 +176,7 @@ __global__ void __launch_bounds__(kTileThreads) score_tiles_kernel(const __grid_
     const int key = of_tile * kTileKeys + lane;
     return of_tile < tiles && key < keys ? label_place(p, request, head, key) : int64_t{-1};
   };
-  ScoreTile<T, kDepth, kWidth> scores(p, request, head);
+  ScoreTile<T, kWords, kDepth, kWidth> scores(p, request, head);
   int64_t place = place_of(tile);
   for (; tile < tiles; tile += step) {
     scores.load(labels, place);
@@ -184,7 +188,7 @@ __global__ void __launch_bounds__(kTileThreads) score_tiles_kernel(const __grid_
   }
 }
 
-template <typename T, int kDepth, int kWidth>
+template <typename T, int kWords, int kDepth, int kWidth>
 void launch_tiles_as(const ScoreParams& p, CUstream_st* stream) {
   const int64_t tiles = ceil_div<int64_t>(p.columns, kTileKeys), heads = p.num_kv_heads;
   const int64_t least = ceil_div<int64_t>(heads, kTileWarps), most = ceil_div<int64_t>(tiles * heads, kTileWarps);
@@ -194,19 +198,22 @@ void launch_tiles_as(const ScoreParams& p, CUstream_st* stream) {
                           .shared_bytes = 0,
                           .max_shared_bytes = 0,
                           .blocks_y = p.num_requests};
-  launch_dependent<&score_tiles_kernel<T, kDepth, kWidth>>("label_scores", shape, stream, p);
+  launch_dependent<&score_tiles_kernel<T, kWords, kDepth, kWidth>>("label_scores", shape, stream, p);
 }
 
 // False: there is no kernel of matrix products for these shapes.
-template <typename T, int kDepth = 1, int kWidth = 1>
+template <typename T, int kWords, int kDepth = 1, int kWidth = 1>
 bool launch_tiles(const ScoreParams& p, CUstream_st* stream) {
   if constexpr (kDepth * kWidth > kMostFragments) {
     return false;
   } else {
-    if (p.num_channels > 32 * kDepth) return launch_tiles<T, 2 * kDepth, kWidth>(p, stream);
-    if (p.group() > 8 * kWidth) return launch_tiles<T, kDepth, 2 * kWidth>(p, stream);
-    if (p.num_channels != 32 * kDepth) return false;
-    launch_tiles_as<T, kDepth, kWidth>(p, stream);
+    constexpr int kChannels = 8 * kWords * kDepth;
+    if constexpr (kWords == 4) {
+      if (p.num_channels > kChannels) return launch_tiles<T, kWords, 2 * kDepth, kWidth>(p, stream);
+    }
+    if (p.group() > 8 * kWidth) return launch_tiles<T, kWords, kDepth, 2 * kWidth>(p, stream);
+    if (p.num_channels != kChannels) return false;
+    launch_tiles_as<T, kWords, kDepth, kWidth>(p, stream);
     return true;
   }
 }
@@ -217,7 +224,7 @@ void launch_of(const ScoreParams& p, CUstream_st* stream) {
   const bool vectors = p.num_channels % kPer == 0 && rows_aligned(p.labels, sizeof(T), 16, p.label_stride_page,
                                                                   p.label_stride_token, p.label_stride_head);
   if constexpr (sizeof(T) == 2) {
-    if (vectors && launch_tiles<T>(p, stream)) return;
+    if (vectors && (p.num_channels == 16 ? launch_tiles<T, 2>(p, stream) : launch_tiles<T, 4>(p, stream))) return;
   }
   const int64_t tiles = ceil_div<int64_t>(p.columns, kThreads), rows = int64_t{p.num_requests} * p.num_kv_heads;
   const LaunchShape shape{.blocks = static_cast<int>(min_of(tiles, max_of(kMostBlocks / rows, int64_t{1}))),
