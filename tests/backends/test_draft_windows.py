@@ -12,10 +12,11 @@ import torch
 from attnops.backends import MultiStepDraftBackend, get_backend_class
 from attnops.backends.draft_windows import lie_in_a_row, spread, tokens_of
 from attnops.graphs import CudaGraphs
+from attnops.layers import RadixAttention
 from attnops.pools import MHATokenToKVPool, SWAKVPool
 from attnops.types import AttentionSpec, Limits
 from checks import MAX_RELATIVE_ERROR, relative_error
-from draft_loops import REQUESTS, Loop, check_replays, close, run_eagerly
+from draft_loops import REQUESTS, Loop, check_replays, close, named, run_eagerly
 from graph_tape import GraphTape
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -188,3 +189,23 @@ def test_backends_without_them_take_branches_for_requests():
         get_backend_class("fa3"), spec, Limits(max_batch_size=2, max_seqlen=64), topk=2, draft_steps=3
     )
     assert not loop.has_trees
+
+
+@pytest.mark.parametrize("name", ["trtllm_mha", "intel_amx", "fa3", "torch_native"])
+def test_a_step_has_layers_of_both_kinds(name):
+    """One reads the window pool through tables of tokens, the other whole prefixes through pages."""
+    loop = Loop(name, 16, 3, 4, "window", 5)
+    whole = Loop("torch_native", 16, 3, 4, "mha", 5)
+    lengths, rows = [0, 5, 40, 75], [3, 1, 5, 2]
+    prefixes, inputs = loop.fill(lengths, rows), loop.inputs(4)
+    expected = loop.expected(prefixes, *inputs)
+    windowed, batch = loop.layer, loop.batch(lengths, rows)
+    full = RadixAttention(4, 64, windowed.scaling, 2, 1)
+    for (k, v), length, row in zip(prefixes, lengths, rows):
+        loop.pool.set_kv_buffer(full, loop.table[row, :length].long(), k, v)
+    loop.backend.init_forward_metadata(batch)
+    outs = []
+    for loop.layer in (windowed, full):
+        outs.append(loop.model(None, None, batch, **named(inputs)))
+    assert close(outs[0], expected)
+    assert close(outs[1], whole.expected(prefixes, *inputs))
