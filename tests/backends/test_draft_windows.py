@@ -14,7 +14,7 @@ from attnops.backends.draft_windows import lie_in_a_row, spread, tokens_of
 from attnops.graphs import CudaGraphs
 from attnops.layers import RadixAttention
 from attnops.pools import MHATokenToKVPool, SWAKVPool
-from attnops.types import AttentionSpec, Limits
+from attnops.types import AttentionSpec, AttentionType, Limits
 from checks import MAX_RELATIVE_ERROR, relative_error
 from draft_loops import REQUESTS, Loop, check_replays, close, named, run_eagerly
 from graph_tape import GraphTape
@@ -183,11 +183,14 @@ def test_what_a_windows_step_needs_is_named():
         loop.layer(*rows, loop.backend.step(0))
 
 
-def test_backends_without_them_take_branches_for_requests():
-    spec = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64, page_size=16, attention_chunk_size=16)
-    loop = MultiStepDraftBackend(
-        get_backend_class("fa3"), spec, Limits(max_batch_size=2, max_seqlen=64), topk=2, draft_steps=3
-    )
+@pytest.mark.parametrize(
+    "options",
+    [{"attention_chunk_size": 16}, {"sliding_window_size": 1, "attn_type": AttentionType.DECODER_BIDIRECTIONAL}],
+)
+def test_chunks_and_windows_on_both_sides_take_branches_for_requests(options):
+    spec = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64, page_size=16, **options)
+    limits = Limits(max_batch_size=2, max_seqlen=64)
+    loop = MultiStepDraftBackend(get_backend_class("fa3"), spec, limits, topk=2, draft_steps=3)
     assert not loop.has_trees
 
 

@@ -12,7 +12,7 @@ from attnops import ops
 from attnops.backends.base import AttentionBackend, LayerCall
 from attnops.ops._arguments import MAX_TREE_TOKENS
 from attnops.reference import pack_tree_mask
-from attnops.types import AttentionBatch, AttentionSpec, ForwardMode, Limits, TokenPool, device_of
+from attnops.types import AttentionBatch, AttentionSpec, AttentionType, ForwardMode, Limits, TokenPool, device_of
 
 if TYPE_CHECKING:
     from attnops.layers.radix_attention import RadixAttention
@@ -87,7 +87,8 @@ class MultiStepDraftBackend(AttentionBackend):
             self.backends = [make(spec, shared, self.device)]
             able = _decoder(self.backends[0]).capability
             dims = one_dim or able.draft_trees_two_dims or able.draft_stages
-            self.has_trees = able.draft_trees and dims and (spec.sliding_window_size < 0 or able.draft_windows)
+            windows = able.draft_windows and spec.attn_type is AttentionType.DECODER
+            self.has_trees = able.draft_trees and dims and (spec.sliding_window_size < 0 or windows)
         per_step = shared if self.has_trees else Limits(max_batch_size=rows, max_seqlen=limits.max_seqlen)
         made = self.backends if self.has_trees else []
         self.backends = [*made, *(make(spec, per_step, self.device) for _ in range(count - len(made)))]
