@@ -212,3 +212,15 @@ def test_a_step_has_layers_of_both_kinds(name):
         outs.append(loop.model(None, None, batch, **named(inputs)))
     assert close(outs[0], expected)
     assert close(outs[1], whole.expected(prefixes, *inputs))
+
+
+def test_sinks_may_be_parameters_that_want_gradients():
+    loop = Loop("fa3", 16, 3, 4, "two dims", sinks=True)
+    lengths, rows = [0, 40], [3, 1]
+    prefixes, inputs = loop.fill(lengths, rows), loop.inputs(2)
+    sinks = torch.nn.Parameter(loop.layer.sinks.clone())
+    del loop.layer.sinks
+    loop.layer.register_parameter("sinks", sinks)
+    assert loop.layer.sinks.requires_grad and torch.is_grad_enabled()
+    out = run_eagerly(loop, loop.batch(lengths, rows), *inputs)
+    assert close(out, loop.expected(prefixes, *inputs).detach())

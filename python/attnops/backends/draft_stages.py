@@ -188,6 +188,6 @@ class DraftStages:
                 v_scale=v_scale,
             )
         if layer.sinks is not None:
-            torch.logaddexp(lses[0], layer.sinks, out=lses[0])
+            torch.logaddexp(lses[0], layer.sinks.detach(), out=lses[0])
         out = heads("out", call.out, layer.num_heads, layer.v_head_dim)
         ops.merge_state(outs[0], lses[0], outs[1], lses[1], out=out, lse=lses[0])
