@@ -11,6 +11,7 @@ and a part that fails is named at the end, behind every bar of the issue: what w
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 from functools import partial
 from pathlib import Path
@@ -254,6 +255,7 @@ class SpeculationBench(Turns):
         for topk in (1, 4):
             self.bar(f"draft step, page 1 / page 64, topk {topk}", times[1, topk] / times[64, topk], 1.06)
         self.stages(batch_size, length)
+        self.windows(batch_size, length)
 
     def stages(self, batch_size: int, length: int) -> None:
         """The same with K and V of two head dims: one branch, 4 in two stages, 4 as requests."""
@@ -266,6 +268,24 @@ class SpeculationBench(Turns):
             cells.append(ours(params, [partial(step.attend, 2)] * 5))
         one, shared, apart = self.cell("draft step, two head dims", *cells)
         print(f"{'':18s} topk 4 / topk 1 {shared / one:.3f}, as requests {apart / one:.3f}", flush=True)
+
+    def windows(self, batch_size: int, length: int, sizes=(127, 1023)) -> None:
+        """The same with a window, and loops with their metadata: one branch, 4 in one request, 4 as requests."""
+        for requests, window in itertools.product(sorted({1, batch_size}), sizes):
+            cells = []
+            for topk, trees in ((1, True), (4, True), (4, False)):
+                step = DraftSteps(requests, length, 64, topk, trees=trees, window=window)
+                step.prepare()
+                params = {**step.params, "window": window, "shares_prefix": step.loop.has_trees}
+                cells.append(ours(params, [partial(step.attend, 2)] * 5))
+                cells.append(ours({**params, "part": "loop with its metadata"}, [step.run]))
+            times = self.cell("draft step, window", *cells)
+            shared, apart = ([times[i + j] / times[j] for j in range(2)] for i in (2, 4))
+            print(
+                f"{'':18s} topk 4 / topk 1 {shared[0]:.3f}, as requests {apart[0]:.3f}; loops {shared[1]:.3f} and "
+                f"{apart[1]:.3f}",
+                flush=True,
+            )
 
     def loop(self, sizes=(1, 32), length=4096) -> None:
         """All steps of a loop in one graph, beside as many decode steps."""
@@ -414,6 +434,7 @@ class DraftSteps:
         draft_steps: int = 6,
         dims: tuple[int, int] = (DIM, DIM),
         trees: bool = True,
+        window: int = -1,
     ) -> None:
         self.params = {
             "batch_size": batch_size,
@@ -431,6 +452,7 @@ class DraftSteps:
             v_head_dim=v_dim,
             page_size=page_size,
             dtype=BF16,
+            sliding_window_size=window,
         )
         limits = Limits(max_batch_size=batch_size, max_seqlen=context)
         self.loop = MultiStepDraftBackend(
@@ -443,7 +465,9 @@ class DraftSteps:
             pages.normal_()
         order = torch.randperm(batch_size * context // page_size, device=DEVICE).view(batch_size, -1, 1)
         slots = (order * page_size + torch.arange(page_size, device=DEVICE)).flatten(1).int()
-        self.layer = RadixAttention(HEADS, head_dim, head_dim**-0.5, KV_HEADS, 0, v_head_dim=v_dim)
+        self.layer = RadixAttention(
+            HEADS, head_dim, head_dim**-0.5, KV_HEADS, 0, v_head_dim=v_dim, sliding_window_size=window
+        )
         self.batch = AttentionBatch(
             forward_mode=ForwardMode.DECODE,
             req_pool_indices=torch.arange(batch_size, device=DEVICE),

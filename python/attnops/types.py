@@ -292,6 +292,8 @@ class AttentionBatch:
         draft_steps: Of a draft loop's DECODE step: drafts of a branch. Branches are then tokens of one request, and
             share its prefix. Behind it stand the cells of all drafts, the i-th of branch k at ``k * draft_steps + i``.
             `cache_seqlens` counts all of them. 0: not such a step.
+        draft_step: Which step of the loop it is, from 0: each row sees as many drafts, and itself. None: unknown, and
+            rows may see any number. Windows, and backends that plan on the host, need to know.
         extend_seq_lens: int32 ``[B]``, new tokens per request; needed when ragged.
         max_seqlen_q: Upper bound of the new tokens per request (host); by default `num_tokens`. A bound too low for
             `num_tokens`, padding included, is an error. A bound too low for one request is not seen, and its tokens are
@@ -325,6 +327,7 @@ class AttentionBatch:
     out_cache_loc: Tensor | None = None
     tokens_per_request: int = 0
     draft_steps: int = 0
+    draft_step: int | None = None
     extend_seq_lens: Tensor | None = None
     max_seqlen_q: int = 0
     max_cache_seqlen: int | None = None
@@ -356,6 +359,10 @@ class AttentionBatch:
                 "or branches of a draft loop, with draft_steps",
             )
             self.tokens_per_request = 1
+        _require(
+            self.draft_step is None or 0 <= self.draft_step < self.draft_steps,
+            f"draft_step must be below draft_steps {self.draft_steps} and not negative, got {self.draft_step}",
+        )
         _require(
             self.actual_forward_mode in (None, mode, ForwardMode.IDLE),
             f"actual_forward_mode of a {mode.name} batch must be {mode.name} or IDLE, got {self.actual_forward_mode!r}",

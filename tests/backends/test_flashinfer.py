@@ -14,6 +14,8 @@ from attnops.backends.flashinfer_plans import workspace_bytes
 from attnops.compat import flashinfer as stand_in
 from attnops.types import AttentionSpec, AttentionType, ForwardMode, Limits
 from checks import MAX_RELATIVE_ERROR, relative_error
+from draft_loops import REQUESTS, Loop, check_replays, run_eagerly
+from graph_tape import GraphTape
 from signatures import signature
 from steps import LIMITS, Model, make_step
 
@@ -421,3 +423,14 @@ def test_every_call_is_one_that_the_published_signatures_take(seen, monkeypatch)
     test_equals_the_reference(Model("fixed", gqa(deterministic=True)), "decode")
     test_equals_the_reference(Model("fixed", gqa(deterministic=True)), "verify")
     assert seen == {f"{cls}.{method}" for cls, method in PUBLISHED} | {"fast_decode_plan"}
+
+
+def test_so_is_every_call_of_a_draft_loop(seen, monkeypatch):
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_SIZE", str(WORKSPACE))
+    for kind in ("mha", "window", "mla"):
+        loop = Loop("flashinfer", 16, 3, 4, kind, dtype=BF16)
+        loop.fill([0, 40], [1, 2])
+        run_eagerly(loop, loop.batch([0, 40], [1, 2]), *loop.inputs(2))
+        check_replays("flashinfer", 16, 3, kind=kind, dtype=BF16, turns=1, recorder=GraphTape, sizes=[REQUESTS])
+    kinds = ("BatchPrefillWithPagedKVCacheWrapper", "BatchMLAPagedAttentionWrapper")
+    assert seen == {f"{cls}.{method}" for cls, method in PUBLISHED if cls in kinds}

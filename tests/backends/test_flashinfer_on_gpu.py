@@ -7,8 +7,10 @@ import dataclasses
 import pytest
 import torch
 from attnops.backends import get_backend_class
+from attnops.graphs import CudaGraphs
 from attnops.types import AttentionSpec, AttentionType, ForwardMode
 from checks import MAX_RELATIVE_ERROR, relative_error
+from draft_loops import REQUESTS, Loop, check_replays, close, run_eagerly
 from gpu_steps import on_gpu
 from steps import LIMITS, Model, make_step
 
@@ -146,3 +148,28 @@ def test_a_capture_without_a_step_before_it_is_refused():
     with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
         backend.init_forward_metadata_in_graph(static.batch)
         static.run(backend)
+
+
+DRAFTS = [("mha", {}), ("mha", {"kv_dtype": E4M3}), ("window", {}), ("mha", {"window": 40}), ("mla", {})]
+
+
+@pytest.mark.parametrize("kind, options", DRAFTS, ids=str)
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_branches_of_a_draft_loop_share_a_prefix(kind, options, page_size, monkeypatch):
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_SIZE", str(WORKSPACE))
+    loop = Loop("flashinfer", page_size, 4, 4, kind, device="cuda", dtype=torch.bfloat16, **options)
+    assert loop.backend.has_trees
+    lengths, rows = [0, 5, page_size, 75], [3, 1, 5, 2]
+    prefixes, inputs = loop.fill(lengths, rows), loop.inputs(4)
+    out = run_eagerly(loop, loop.batch(lengths, rows), *inputs)
+    assert relative_error(out, loop.expected(prefixes, *inputs)) <= MAX_RELATIVE_ERROR[torch.bfloat16]
+
+
+@pytest.mark.parametrize("kind, page_size", [("mha", 16), ("window", 1), ("mla", 64)])
+def test_one_graph_holds_a_draft_loop(kind, page_size, monkeypatch):
+    """Splits of an eager step and of a graph differ, so nothing is compared bit for bit."""
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_SIZE", str(WORKSPACE))
+    options = {"kind": kind, "device": "cuda", "dtype": torch.bfloat16}
+    check_replays(
+        "flashinfer", page_size, 3, turns=20, recorder=CudaGraphs("cuda"), sizes=[2, REQUESTS], agrees=close, **options
+    )

@@ -53,7 +53,7 @@ def test_branches_see_the_prefix_and_their_own_drafts(name, page_size, topk, dra
 def test_latents_and_windows(kind, names, page_size, trees):
     for name in names:
         loop = Loop(name, page_size, 3, 4, kind, trees=trees)
-        assert loop.backend.has_trees is (trees and kind == "mla")
+        assert loop.backend.has_trees is trees
         lengths, rows = [0, 5, 40, 33], [3, 1, 5, 2]
         prefixes, inputs = loop.fill(lengths, rows), loop.inputs(4)
         out = run_eagerly(loop, loop.batch(lengths, rows), *inputs)
@@ -127,28 +127,14 @@ def test_two_stages_take_any_mask(device, page_size, topk, draft_steps, kv_dtype
     assert relative_error(out.view(3, topk, 4, 32), torch.stack(expected)) <= bound
 
 
-def test_two_stages_know_no_sinks():
-    spec = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64, v_head_dim=32, has_sinks=True, page_size=16)
-    limits = Limits(max_batch_size=2, max_seqlen=64, max_tokens_per_request=2)
-    loop = MultiStepDraftBackend(get_backend_class("fa3"), spec, limits, topk=2, draft_steps=3)
-    assert not loop.has_trees
-    batch = Loop("torch_native", 16, 2, 3).batch([4], [1])
-    step = {"num_tokens": 2, "out_cache_loc": None, "positions": None, "token_to_kv_pool": None}
-    mask = torch.ones(1, 2, 1, dtype=torch.uint8)
-    batch = dataclasses.replace(batch, draft_steps=3, tokens_per_request=2, tree_mask=mask, **step)
-    with pytest.raises(NotImplementedError, match="draft_steps needs layers without windows, chunks and sinks"):
-        get_backend_class("fa3")(spec, limits).init_forward_metadata(batch)
-
-
 @pytest.mark.parametrize("name", ["triton"])
 @pytest.mark.parametrize(
     "kind, page_size, topk, draft_steps",
-    [("mha", 1, 4, 3), ("two dims", 16, 3, 3), ("mla", 16, 2, 2), ("window", 16, 2, 2)],
+    [("mha", 1, 4, 3), ("two dims", 16, 3, 3), ("mla", 16, 2, 2), ("window", 16, 2, 2), ("window", 1, 3, 3)],
 )
 def test_branches_in_tritons_interpreter(name, kind, page_size, topk, draft_steps):
-    """In one request, but beside a window."""
     loop = Loop(name, page_size, topk, draft_steps, kind, seed=page_size + topk)
-    assert loop.backend.has_trees is (kind != "window")
+    assert loop.backend.has_trees
     lengths, rows = [0, page_size, 75], [3, 1, 5]
     prefixes, inputs = loop.fill(lengths, rows), loop.inputs(3)
     out = run_eagerly(loop, loop.batch(lengths, rows), *inputs)

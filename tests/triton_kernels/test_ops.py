@@ -98,8 +98,9 @@ def test_tree_masks_and_a_draft_token_that_nobody_sees(seqlen_q, device):
 
 @device_of
 @pytest.mark.parametrize("shared", [False, True])
-def test_masks_over_more_keys_than_the_new_tokens(shared, device):
-    """As of a step of a draft loop; `shared`: one mask for all requests."""
+@pytest.mark.parametrize("window", [-1, 0, 2, 30])
+def test_masks_over_more_keys_than_the_new_tokens(shared, window, device):
+    """As of a step of a draft loop, where windows count steps; `shared`: one mask for all requests."""
     lengths, seqlen_q, keys = [11, 40, 131], 3, 11
     problem = gqa("gqa", lengths, seqlen_q)
     seen = torch.rand(3, seqlen_q, keys) < 0.5
@@ -107,12 +108,17 @@ def test_masks_over_more_keys_than_the_new_tokens(shared, device):
     given = reference.pack_tree_mask(seen).to(device)
     if shared:
         seen, given = seen[:1].expand(3, -1, -1), given[:1].expand(3, -1, -1)
-    out, lse = calls.decode(problem.to(device), tree_mask=given, tree_keys=keys, softmax_scale=0.2)
+    options = {"tree_mask": given, "tree_keys": keys, "window_left": window, "softmax_scale": 0.2}
+    out, lse = calls.decode(problem.to(device), **options)
     for b, length in enumerate(lengths):
         k, v = (reference.gather_tokens(x, problem.page_table, b, length) for x in (problem.k_pages, problem.v_pages))
         rows = slice(b * seqlen_q, (b + 1) * seqlen_q)
         all_seen = torch.ones(seqlen_q, length, dtype=torch.bool)
         all_seen[:, -keys:] = seen[b]
+        behind = seen[b].flip(1).cumsum(1).flip(1) - 1  # of each draft: those behind it that the row sees
+        of_prefix = seen[b].sum(1, keepdim=True) - 1 + torch.arange(length - keys, 0, -1)
+        if window >= 0:
+            all_seen &= torch.cat([of_prefix, behind], 1) <= window
         expected, expected_lse = attention_over(problem.q[rows], k, v, all_seen, scale=0.2)
         assert_attention_close(out[rows].cpu(), expected, out.dtype)
         assert_lse_close(lse[rows].cpu(), expected_lse, atol=1e-3)
@@ -275,9 +281,9 @@ def test_errors_name_argument_dimension_and_both_values():
     with pytest.raises(RuntimeError, match="tree_mask"):
         calls.decode(problem, softmax_scale=0.2, tree_mask=torch.zeros(2, 1, 2, dtype=torch.uint8))
     mask = torch.ones(2, 1, 2, dtype=torch.uint8)
-    for options in ({}, {"tree_mask": mask, "window_left": 3}):
-        with pytest.raises(RuntimeError, match=r"tree_keys must be 0 or seqlen_q .* without a window, got 9"):
-            calls.decode(problem, softmax_scale=0.2, tree_keys=9, **options)
+    for keys, options in ((9, {}), (-1, {"tree_mask": mask})):
+        with pytest.raises(RuntimeError, match=rf"tree_keys must be 0 or seqlen_q .* beside a tree_mask, got {keys}"):
+            calls.decode(problem, softmax_scale=0.2, tree_keys=keys, **options)
 
 
 @device_of

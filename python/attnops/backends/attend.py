@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attnops import ops
 from attnops.backends.base import is_causal
+from attnops.backends.draft_windows import WindowStep, check_pages, tokens_of
 from attnops.backends.store import FP8, heads, uses_window_slots
 from attnops.graph_buffers import PagedStep
 from attnops.metadata.fmha_plan import FmhaPlan
@@ -65,27 +66,33 @@ def xqa_decode(
     plans: Mapping[int, DecodePlan],
     out: Tensor,
     report: Tensor | None,
+    windows: WindowStep | None = None,
 ) -> None:
-    """A uniform step with K and V in pages."""
+    """A uniform step with K and V in pages. windows: Of a draft step."""
     pool, table = _cache_of(layer, batch, step)
     plan = plan_of(layer, plans)
     assert isinstance(plan, XqaDecodePlan)
     shape = (plan.batch_size, plan.seqlen_q, layer.num_heads)
     k_pages, v_pages = pool.get_kv_buffer(layer.layer_id)
+    cache_seqlens, tree_mask = batch.cache_seqlens, batch.tree_mask
+    if windows is not None and layer.sliding_window_size >= 0:
+        check_pages(layer, pool)
+        k_pages, v_pages = tokens_of(k_pages), tokens_of(v_pages)
+        table, cache_seqlens, tree_mask = windows.of(batch)
     k_scale, v_scale = _scales(layer, pool)
     ops.xqa_decode(
         heads("q", q, layer.num_heads, layer.head_dim).view(*shape, layer.head_dim),
         k_pages,
         v_pages,
         table,
-        batch.cache_seqlens,
+        cache_seqlens,
         plan,
         softmax_scale=layer.scaling,
         causal=is_causal(layer),
-        window_left=layer.sliding_window_size,
+        window_left=plan.window_left,
         logit_cap=layer.logit_cap,
         sinks=layer.sinks,
-        tree_mask=batch.tree_mask,
+        tree_mask=tree_mask,
         tree_keys=batch.tree_keys,
         out=out.view(*shape, layer.v_head_dim),
         report=report,
@@ -183,8 +190,9 @@ def mla_decode(
     blocks: TokenBlocks | None,
     out: Tensor,
     report: Tensor | None,
+    windows: WindowStep | None = None,
 ) -> None:
-    """A step with latents in pages; a ragged one in blocks of tokens."""
+    """A step with latents in pages; a ragged one in blocks of tokens. windows: Of a draft step."""
     pool, table = _cache_of(layer, batch, step)
     if not isinstance(pool, MLATokenToKVPool):
         raise ValueError(f"attnops: an MLA layer reads an MLATokenToKVPool, the batch has a {type(pool).__name__}")
@@ -194,7 +202,10 @@ def mla_decode(
     q = heads("q", q, layer.num_heads, layer.head_dim - rope_dim)
     q_pe = None if q_rope is None else heads("q_rope", q_rope, layer.num_heads, rope_dim)
     out = rows = heads("out", out, layer.num_heads, layer.v_head_dim)
-    cache_seqlens = batch.cache_seqlens
+    latents, cache_seqlens, tree_mask = pool.get_latent_buffer(layer.layer_id), batch.cache_seqlens, batch.tree_mask
+    if windows is not None and layer.sliding_window_size >= 0:
+        latents = tokens_of(latents)
+        table, cache_seqlens, tree_mask = windows.of(batch)
     if blocks is not None:
         table, cache_seqlens = blocks.page_table, blocks.cache_seqlens
         q, q_pe = blocks.gather(q), None if q_pe is None else blocks.gather(q_pe)
@@ -202,17 +213,17 @@ def mla_decode(
     shape = (plan.batch_size, plan.seqlen_q, layer.num_heads)
     ops.mla_decode(
         q.view(*shape, -1),
-        pool.get_latent_buffer(layer.layer_id),
+        latents,
         table,
         cache_seqlens,
         plan,
         softmax_scale=layer.scaling,
         q_pe=None if q_pe is None else q_pe.view(*shape, -1),
         causal=is_causal(layer),
-        window_left=layer.sliding_window_size,
+        window_left=plan.window_left,
         logit_cap=layer.logit_cap,
         sinks=layer.sinks,
-        tree_mask=batch.tree_mask,
+        tree_mask=tree_mask,
         tree_keys=batch.tree_keys,
         kv_scale=layer.k_scale if pool.dtype in FP8 else None,
         out=rows.view(*shape, -1),

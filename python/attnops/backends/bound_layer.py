@@ -11,6 +11,7 @@ from torch import Tensor
 from attnops import ops
 from attnops.backends.attend import plan_of
 from attnops.backends.base import is_causal
+from attnops.backends.draft_windows import WindowStep, check_pages, lie_in_a_row, tokens_of
 from attnops.backends.store import FP8, heads, uses_window_slots
 from attnops.graph_buffers import PagedStep
 from attnops.metadata.plan import MlaDecodePlan, XqaDecodePlan
@@ -55,13 +56,13 @@ def _holder(layer: RadixAttention, name: str) -> Mapping[str, Tensor | None] | N
 def _stores_then_attends(
     layer: RadixAttention,
     by_request: Callable[[str, Tensor, int], Tensor],
-    k_pages: Tensor,
-    v_pages: Tensor,
+    stored: tuple[Tensor, Tensor],
+    pages: tuple[Tensor, Tensor],
     table: Tensor,
     plan: XqaDecodePlan,
     options: dict[str, Any],
 ) -> Callable[..., None]:
-    """What `xqa_layer` does, where `ops.xqa_decode` leaves attending to other kernels."""
+    """What `xqa_layer` does, where `ops.xqa_decode` leaves attending to other kernels, or has other pages to read."""
 
     def call(
         out: Tensor,
@@ -79,11 +80,10 @@ def _stores_then_attends(
             assert slots is not None
             k = heads("k", k, layer.num_kv_heads, layer.head_dim)
             v = heads("v", v, layer.num_kv_heads, layer.v_head_dim)
-            ops.store_kv(k_pages, v_pages, k, v, slots, report=options["report"])
+            ops.store_kv(*stored, k, v, slots, k_scale=k_scale, v_scale=v_scale, report=options["report"])
         ops.xqa_decode(
             by_request("q", q, layer.head_dim),
-            k_pages,
-            v_pages,
+            *pages,
             table,
             cache_seqlens,
             plan,
@@ -111,12 +111,14 @@ def bind_layer(
     report: Tensor | None,
     fp8_products: bool = False,
     tree_keys: int = 0,
+    windows: WindowStep | None = None,
 ) -> BoundLayer:
     """Binds a layer. `q`, `q_rope`, `out` and `cache_seqlens` are those of the call that needs it; `fp8_products` and
-    `tree_keys` as of the decode ops.
+    `tree_keys` as of the decode ops. `windows`: Of a layer with a window, in a draft step.
 
     Raises:
         ValueError: the pool is not one of the layer's kind, or the backend was not built for the layer's window.
+        NotImplementedError: as of `draft_windows.check_pages`.
     """
     assert pool is not None, "PagedBuffers.build has checked"
     buffers_version = pool.buffers_version
@@ -124,6 +126,9 @@ def bind_layer(
     windowed = uses_window_slots(layer, pool)
     tables = step if blocks is None else blocks
     table = tables.window_page_table if windowed else tables.page_table
+    if windows is not None:
+        check_pages(layer, pool)
+        table = windows.table
     assert table is not None
 
     def by_request(name: str, rows: Tensor, dim: int) -> Tensor:
@@ -137,7 +142,7 @@ def bind_layer(
     options: dict[str, Any] = {
         "softmax_scale": layer.scaling,
         "causal": is_causal(layer),
-        "window_left": layer.sliding_window_size,
+        "window_left": -1 if windows is not None else layer.sliding_window_size,
         "logit_cap": layer.logit_cap,
         "report": report,
         "tree_keys": tree_keys,
@@ -146,6 +151,7 @@ def bind_layer(
         if not isinstance(pool, MLATokenToKVPool):
             raise ValueError(f"attnops: an MLA layer reads an MLATokenToKVPool, the batch has a {type(pool).__name__}")
         pages = pool.get_latent_buffer(layer.layer_id)
+        pages = pages if windows is None else tokens_of(pages)
         rope_dim = 0 if q_rope is None else pool.qk_rope_head_dim
         q_pe = None if q_rope is None else by_request("q_rope", q_rope, rope_dim)
         queries = by_request("q", q, layer.head_dim - rope_dim)
@@ -159,11 +165,14 @@ def bind_layer(
         k_pages, v_pages = pool.get_kv_buffer(layer.layer_id)
         queries = by_request("q", q, layer.head_dim)
         rows = by_request("out", out, layer.v_head_dim)
-        if plan.prefill is None:
+        stored, in_a_row = (k_pages, v_pages), windows is None or lie_in_a_row(k_pages)
+        if windows is not None:
+            k_pages, v_pages = tokens_of(k_pages), tokens_of(v_pages)
+        if plan.prefill is None and in_a_row:
             bound = bind_xqa_layer(rows, queries, k_pages, v_pages, table, cache_seqlens, plan, **options)
             call = repeatable(xqa_layer, bound)
         else:
-            call = _stores_then_attends(layer, by_request, k_pages, v_pages, table, plan, options)
+            call = _stores_then_attends(layer, by_request, stored, (k_pages, v_pages), table, plan, options)
     return BoundLayer(
         version=layer.version,
         pool=pool,

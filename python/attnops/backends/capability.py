@@ -91,7 +91,8 @@ class Capability:
         draft_trees: The branches of a draft step are tokens of one request (`AttentionBatch.draft_steps`). In layers
             with K and V of one head dim, and without a window.
         draft_trees_two_dims: Also with K and V of two head dims.
-        draft_stages: So, too, but in two stages (`backends/draft_stages.py`), and not with sinks.
+        draft_stages: So, too, but in two stages (`backends/draft_stages.py`).
+        draft_windows: All of it in layers with a window, too.
         multi_item: Prompts of a prefix and items (`AttentionBatch.multi_item`).
         local_attention: Layers with `attention_chunk_size`; not beside a tree mask.
         sparse: MLA layers that bring lists of rows (`AttentionSpec.sparse_topk`).
@@ -135,6 +136,7 @@ class Capability:
     draft_trees: bool = False
     draft_trees_two_dims: bool = False
     draft_stages: bool = False
+    draft_windows: bool = False
     local_attention: bool = False
     sparse: bool = False
     compressed: bool = False

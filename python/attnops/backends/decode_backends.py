@@ -30,6 +30,7 @@ _DECODES = Capability(
     sinks=True,
     tree_mask=True,
     draft_trees=True,
+    draft_windows=True,
     deterministic=True,
     cuda_graph=True,
 )

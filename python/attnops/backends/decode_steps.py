@@ -12,6 +12,7 @@ from torch import Tensor
 from attnops import ops
 from attnops.backends.base import LayerCall, sees_past_window
 from attnops.backends.bound_layer import BoundLayer, bind_layer
+from attnops.backends.draft_windows import DecodeWindows, WindowStep
 from attnops.backends.prepared import PreparedStep, in_one_thread
 from attnops.backends.store import heads
 from attnops.graph_buffers import MAX_CACHED_STEPS, PagedBuffers, PagedStep
@@ -34,12 +35,14 @@ class DecodeStep:
         plans: Of each window of the model.
         blocks: Of a ragged step: its tokens in blocks, each of which a decode op takes for a request.
         layers: Bound at their first call. By layer, not by id: two models may take turns.
+        windows: What layers with a window have in place of page table, lengths and mask, in a draft step.
     """
 
     paged: PagedStep
     plans: dict[int, DecodePlan]
     blocks: TokenBlocks | None
     layers: dict[RadixAttention, BoundLayer] = field(default_factory=dict)
+    windows: WindowStep | None = None
 
 
 class DecodeSteps:
@@ -80,15 +83,19 @@ class DecodeSteps:
         self._plans: dict[int, DecodePlans] = {}
         for seqlen_q in {1, limits.max_tokens_per_request}:
             self._plans_for(seqlen_q)
-        self._steps: dict[tuple[int, int, int, int, bool], DecodeStep] = {}
+        self._steps: dict[tuple[int, int, int, int, int | None, bool], DecodeStep] = {}
+        self._windows: DecodeWindows | None = None  # of draft steps, made at the first one
         self._borrows = False
         self.prepared: PreparedStep[DecodeStep] = PreparedStep() if prepared is None else prepared
         if device.type == "cpu":  # where a layer is done when its call returns; on a GPU the stream keeps the order
             self.forward = self._alone(self.forward)  # type: ignore[method-assign]
 
     def borrow(self, other: object) -> None:
-        """Page tables and plans of uniform steps: see `AttentionBackend.prepare_with`."""
-        if isinstance(other, DecodeSteps):
+        """Page tables and plans of uniform steps: see `AttentionBackend.prepare_with`.
+
+        With a window nothing is shared: what it leaves of the prefix differs from step to step.
+        """
+        if isinstance(other, DecodeSteps) and self._spec.sliding_window_size < 0:
             self.buffers, self._plans, self._borrows = other.buffers, other._plans, True
 
     def out_graph(self, batch: AttentionBatch) -> None:
@@ -119,7 +126,8 @@ class DecodeSteps:
         self._limits.check(batch)
         paged = self.buffers.step(batch)
         windowed = paged.window_out_cache_loc is not None
-        key = (batch.batch_size, batch.num_tokens, batch.tokens_per_request, batch.draft_steps, windowed)
+        drafts = (batch.draft_steps, batch.draft_step)
+        key = (batch.batch_size, batch.num_tokens, batch.tokens_per_request, *drafts, windowed)
         if key not in self._steps:
             if len(self._steps) >= MAX_CACHED_STEPS:
                 self._steps.clear()
@@ -137,11 +145,15 @@ class DecodeSteps:
         if step.blocks is not None:
             step.blocks.build(batch, step.paged)
             cache_seqlens = step.blocks.cache_seqlens
-        for plan in step.plans.values():
+        if step.windows is not None:
+            assert self._windows is not None
+            self._windows.build(step.windows, batch, self.buffers.report)
+        for window, plan in step.plans.items():
+            lengths = cache_seqlens if step.windows is None or window < 0 else step.windows.seqlens
             if isinstance(plan, MlaDecodePlan):
-                ops.mla_decode_plan(plan, cache_seqlens)
+                ops.mla_decode_plan(plan, lengths)
             else:
-                ops.xqa_decode_plan(plan, cache_seqlens)
+                ops.xqa_decode_plan(plan, lengths)
 
     def forward(
         self,
@@ -184,6 +196,12 @@ class DecodeSteps:
                 q_rope = blocks.gather(q_rope.view(q_rope.shape[0], layer.num_heads, -1))
             tokens = heads("out", out, layer.num_heads, layer.v_head_dim)
             rows, cache_seqlens = blocks.results_for(tokens), blocks.cache_seqlens
+        tree_mask, windows = batch.tree_mask, step.windows
+        if windows is not None:
+            if layer.sliding_window_size < 0:
+                windows = None
+            else:
+                _, cache_seqlens, tree_mask = windows.of(batch)
         bound = step.layers.get(layer)
         if (
             bound is None
@@ -194,18 +212,18 @@ class DecodeSteps:
             report = self.buffers.report
             shared = (step.paged, step.plans, blocks, q, q_rope, rows, cache_seqlens, report)
             fp8, tree_keys = self._spec.fp8_products, batch.tree_keys
-            bound = bind_layer(layer, pool, *shared, fp8_products=fp8, tree_keys=tree_keys)
+            bound = bind_layer(layer, pool, *shared, fp8_products=fp8, tree_keys=tree_keys, windows=windows)
             step.layers[layer] = bound
         slots = step.paged.window_out_cache_loc if bound.windowed else batch.out_cache_loc
         sinks = None if bound.sinks is None else bound.sinks["sinks"]
         k_scale = None if bound.k_scale is None else bound.k_scale["k_scale"]
         if self._is_mla:
-            bound.call(rows, q, q_rope, k, k_rope, slots, cache_seqlens, batch.tree_mask, sinks, k_scale)
+            bound.call(rows, q, q_rope, k, k_rope, slots, cache_seqlens, tree_mask, sinks, k_scale)
         else:
             if q_rope is not None or k_rope is not None:
                 raise ValueError("attnops: q_rope and k_rope belong to MLA layers")
             v_scale = None if bound.v_scale is None else bound.v_scale["v_scale"]
-            bound.call(rows, q, k, v, slots, cache_seqlens, batch.tree_mask, sinks, k_scale, v_scale)
+            bound.call(rows, q, k, v, slots, cache_seqlens, tree_mask, sinks, k_scale, v_scale)
         if blocks is not None:
             blocks.scatter(rows, tokens)
         return out
@@ -224,7 +242,13 @@ class DecodeSteps:
 
     def _make(self, batch: AttentionBatch, paged: PagedStep) -> DecodeStep:
         if batch.is_uniform:
-            return DecodeStep(paged, self._plans_for(batch.tokens_per_request).views(batch.batch_size), None)
+            plans = self._plans_for(batch.tokens_per_request).views(batch.batch_size)
+            if not batch.draft_steps or self._spec.sliding_window_size < 0:
+                return DecodeStep(paged, plans, None)
+            if self._windows is None:
+                self._windows = DecodeWindows(self._spec, self._limits, self._device)
+            windows, plans[self._spec.sliding_window_size] = self._windows.views(batch)
+            return DecodeStep(paged, plans, None, windows=windows)
         if batch.num_tokens == 0:
             return DecodeStep(paged, {}, None)
         assert self._blocks is not None, "a backend whose draft_width is 0 serves ragged steps elsewhere"

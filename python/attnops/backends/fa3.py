@@ -64,6 +64,7 @@ class FlashAttentionBackend(AttentionBackend):
         tree_mask=True,
         draft_trees=True,
         draft_stages=True,
+        draft_windows=True,
         multi_item=True,
         local_attention=True,
         deterministic=True,

@@ -18,6 +18,7 @@ from attnops import ops
 from attnops.backends.base import DECODE, AttentionBackend, LayerCall, is_causal
 from attnops.backends.capability import DECODER_MODES, SIXTEEN_BIT, Capability, HeadDims
 from attnops.backends.flashinfer_calls import record_run, repeats
+from attnops.backends.flashinfer_drafts import FlashInferDrafts, paging
 from attnops.backends.flashinfer_plans import (
     FlashInferStep,
     Key,
@@ -25,7 +26,6 @@ from attnops.backends.flashinfer_plans import (
     latent_key,
     make_step,
     paged_key,
-    paging,
     workspace_bytes,
 )
 from attnops.backends.prepared import PreparedStep
@@ -56,6 +56,8 @@ _CAPABILITY = Capability(
     logit_cap=True,
     deterministic=True,
     deterministic_modes=frozenset({ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.IDLE}),
+    draft_trees=True,
+    draft_windows=True,
     cuda_graph=True,
 )
 
@@ -90,7 +92,7 @@ class _BoundLayer:
 
 @register_attention_backend("flashinfer")
 class FlashInferAttnBackend(AttentionBackend):
-    """Decode, extend, verify of chains, and encoders.
+    """Decode, branches of a draft loop, extend, verify of chains, and encoders.
 
     Args:
         workspace_size: Bytes of the workspace that all wrappers share; None: what the environment says, else 384 MB.
@@ -127,6 +129,7 @@ class FlashInferAttnBackend(AttentionBackend):
             raise ValueError(f"attnops: backend flashinfer: workspace_size must be 1 or more, got {workspace_size}")
         size = workspace_size or workspace_bytes(spec, model_architectures)
         self.wrappers = Wrappers(spec, limits, self.device, size, self._indices, self._prefix_indices)
+        self._drafts: FlashInferDrafts | None = None  # of draft steps, made at the first one
         self._prepared: PreparedStep[FlashInferStep] = PreparedStep()
         self._bound: dict[RadixAttention, _BoundLayer] = {}  # by layer, not by id: two models may take turns
         self._is_mla = spec.is_mla
@@ -146,6 +149,11 @@ class FlashInferAttnBackend(AttentionBackend):
         seqlens_q, seqlens_k = lengths
         step = make_step(self._buffers.step(batch), seqlens_q, seqlens_k, self.spec.page_size)
         step.graph = self.wrappers.graph_of(batch, in_capture)
+        if batch.draft_steps and batch.num_tokens:
+            if self._drafts is None:
+                shared = (self.spec, self.limits, self.device, self.wrappers)
+                self._drafts = FlashInferDrafts(*shared, self._indices[False])
+            step.drafts = self._drafts.stages(batch, seqlens_k, step.graph)
         if step.graph is not None:
             self.wrappers.plan_graph(step)
         elif not batch.is_uniform and not self.spec.is_mla:
@@ -184,6 +192,10 @@ class FlashInferAttnBackend(AttentionBackend):
             return
         self._buffers.build(step.paged, batch)
         if not self._has_cache:
+            return
+        if step.drafts is not None:
+            assert self._drafts is not None
+            self._drafts.fill(step.drafts, batch, self._buffers.report)
             return
         assert batch.req_to_token is not None and batch.token_to_kv_pool is not None
         slot_maps = {False: None, True: batch.token_to_kv_pool.slot_map}
@@ -275,7 +287,7 @@ class FlashInferAttnBackend(AttentionBackend):
 
     def attend(self, call: LayerCall) -> None:
         step = self._prepared.of(call.batch)
-        if call.batch.tree_mask is not None:
+        if call.batch.tree_mask is not None and step.drafts is None:
             raise NotImplementedError("attnops: backend flashinfer serves chains, the batch has a tree_mask")
         if self.spec.is_mla:
             self._attend_mla(call, step)
@@ -293,6 +305,10 @@ class FlashInferAttnBackend(AttentionBackend):
         bound = self._bound_of(layer, batch)
         out = heads("out", call.out, layer.num_heads, layer.v_head_dim)
         q = heads("q", call.q, layer.num_heads, layer.head_dim)
+        if step.drafts is not None:
+            assert self._drafts is not None
+            self._drafts.attend(step, layer, batch, (q,), bound.pages, out, bound.options)
+            return
         if not batch.is_uniform and self._attends_to_new_tokens_apart(call, step):
             self._attend_ragged(call, step, q, out, bound)
             return
@@ -390,6 +406,10 @@ class FlashInferAttnBackend(AttentionBackend):
             q_nope = heads("q", call.q, layer.num_heads, MLA_KV_LORA_RANK)
             q_pe = heads("q_rope", call.q_rope, layer.num_heads, layer.head_dim - MLA_KV_LORA_RANK)
         out = heads("out", call.out, layer.num_heads, layer.v_head_dim)
+        if step.drafts is not None:
+            assert self._drafts is not None
+            self._drafts.attend(step, layer, call.batch, (q_nope, q_pe), bound.pages, out, {})
+            return
         key, tensors = bound.keys[0], (q_nope, q_pe, *bound.pages, out)
         repeated = step.repeated.get(key) if bound.repeats else None
         if repeated is not None and repeated.takes(q_nope, out):
@@ -397,7 +417,7 @@ class FlashInferAttnBackend(AttentionBackend):
             return
         wrapper = step.planned.get(key)
         if wrapper is None:
-            wrapper = self.wrappers.mla(step, layer, bound.pages[1].shape[-1], bound.pool.dtype)
+            wrapper = self.wrappers.mla(step, layer, bound.pool.dtype)
         if bound.repeats and key not in step.repeated:
             step.repeated[key] = record_run(wrapper, lambda: wrapper.run(*tensors[:-1], out=out), tensors)
         else:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attnops.backends.capability import SIXTEEN_BIT
 from attnops.backends.flashinfer_calls import RepeatedRun
+from attnops.backends.flashinfer_drafts import DraftStages, Stage, cumulative, paging
 from attnops.backends.store import FP8
 from attnops.environment import (
     FLASHINFER_DECODE_SPLIT_TILE,
@@ -89,6 +90,7 @@ class GraphBuffers:
         bounds_q, bounds_k: int32 ``[B + 1]``.
         last_page_len, seqlens: int32 ``[B]``.
         plans: By kind of layer; of all that the capture met.
+        stages: Those of a draft step's stages, which have bounds of their own.
     """
 
     bounds_q: Tensor
@@ -97,6 +99,7 @@ class GraphBuffers:
     seqlens: Tensor
     plans: dict[Key, Callable[[FlashInferStep], None]] = field(default_factory=dict)
     wrappers: dict[Key, Any] = field(default_factory=dict)
+    stages: dict[Key, GraphBuffers] = field(default_factory=dict)
 
 
 @dataclass
@@ -111,6 +114,7 @@ class FlashInferStep:
         graph: The buffers of a captured shape; None: the step is eager.
         planned: The wrapper of each kind of layer that has its plan.
         repeated: How the layers of a kind repeat its first one's call; None: by the wrapper's `run`.
+        drafts: The stages of a draft step.
     """
 
     paged: PagedStep
@@ -124,6 +128,7 @@ class FlashInferStep:
     graph: GraphBuffers | None = None
     planned: dict[Key, Any] = field(default_factory=dict)
     repeated: dict[Key, RepeatedRun | None] = field(default_factory=dict)
+    drafts: DraftStages | None = None
 
 
 def make_step(paged: PagedStep, seqlens_q: Tensor | int, seqlens_k: Tensor, page_size: int) -> FlashInferStep:
@@ -164,19 +169,30 @@ class Wrappers:
         self._copied: torch.cuda.Event | None = None
         decode = FLASHINFER_DECODE_SPLIT_TILE.value() or DECODE_SPLIT_TILE
         prefill = FLASHINFER_PREFILL_SPLIT_TILE.value() or PREFILL_SPLIT_TILE
-        self._split_pages = (-(-decode // spec.page_size), -(-prefill // spec.page_size))
+        self._split_tokens = (decode, prefill)
 
     # Captured shapes.
 
     def graph_of(self, batch: AttentionBatch, capture: bool = False) -> GraphBuffers | None:
         """The buffers of a batch's shape, if it was captured or is to be."""
-        key = (batch.forward_mode, batch.batch_size, batch.num_tokens, batch.tokens_per_request)
+        tokens, drafts = batch.tokens_per_request, (batch.draft_steps, batch.draft_step)
+        key = (batch.forward_mode, batch.batch_size, batch.num_tokens, tokens, *drafts)
         if capture and key not in self._graphs:
-            size, options = batch.batch_size, {"dtype": torch.int32, "device": self._device}
-            bounds = [torch.zeros(size + 1, **options) for _ in range(2)]  # type: ignore[call-overload]
-            lengths = [torch.zeros(size, **options) for _ in range(2)]  # type: ignore[call-overload]
-            self._graphs[key] = GraphBuffers(*bounds, *lengths)
+            self._graphs[key] = self._graph_buffers(batch.batch_size)
         return self._graphs.get(key)
+
+    def stage_buffers(self, graph: GraphBuffers, window: int, sizes: dict[str, int]) -> dict[str, GraphBuffers]:
+        """Of a captured draft step's stages for a window, by name. sizes: Their requests."""
+        for name, size in sizes.items():
+            if (name, window) not in graph.stages:
+                graph.stages[name, window] = self._graph_buffers(size)
+        return {name: graph.stages[name, window] for name in sizes}
+
+    def _graph_buffers(self, size: int) -> GraphBuffers:
+        options = {"dtype": torch.int32, "device": self._device}
+        bounds = [torch.zeros(size + 1, **options) for _ in range(2)]  # type: ignore[call-overload]
+        lengths = [torch.zeros(size, **options) for _ in range(2)]  # type: ignore[call-overload]
+        return GraphBuffers(*bounds, *lengths)
 
     def plan_graph(self, step: FlashInferStep) -> None:
         """Before a replay: every wrapper that the graph holds is planned with the step's lengths."""
@@ -267,7 +283,43 @@ class Wrappers:
 
         return self._planned(step, ("ragged", *_kind(layer), causal), make, plan)
 
-    def mla(self, step: FlashInferStep, layer: RadixAttention, rope_dim: int, cache_dtype: torch.dtype) -> Any:
+    def stage(self, step: FlashInferStep, layer: RadixAttention, stage: Stage, cache_dtype: torch.dtype) -> Any:
+        """Of one stage of a draft step: all queries see all of its keys."""
+        is_mla, window, name = self._spec.is_mla, layer.sliding_window_size, stage.name
+
+        def make(graph: GraphBuffers | None) -> Any:
+            options: dict[str, Any] = {} if is_mla else {"backend": PAGED_KERNELS}
+            buffers = stage.graph
+            if buffers is not None and is_mla:
+                names = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
+                given = (buffers.bounds_q, buffers.bounds_k, stage.indices, buffers.seqlens)
+                options |= {"use_cuda_graph": True, **dict(zip(names, given))}
+            elif buffers is not None:
+                names = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
+                given = (buffers.bounds_q, buffers.bounds_k, stage.indices, buffers.last_page_len)
+                options |= {"use_cuda_graph": True, **dict(zip(names, given))}
+            if is_mla:
+                return self.flashinfer.mla.BatchMLAPagedAttentionWrapper(self.workspace, **options)
+            return self.flashinfer.BatchPrefillWithPagedKVCacheWrapper(self.workspace, "NHD", **options)
+
+        def plan(wrapper: Any, step: FlashInferStep, again: bool) -> None:
+            assert step.drafts is not None
+            now = (step.drafts.prefix if name == "prefix" else step.drafts.drafts)[window]
+            if again and not now.replanned:
+                return
+            indices = now.indices[: int(now.bounds_k[-1])]
+            if is_mla:
+                paging = {"qo_indptr": now.bounds_q, "kv_indptr": now.bounds_k, "kv_indices": indices}
+                wrapper.plan(**paging, kv_len_arr=now.seqlens_k, **self._of_latents(layer, now.page_size, cache_dtype))
+                return
+            options = self._shared(layer) | {"window_left": -1}
+            options |= self._splits(1, step.graph is not None, now.page_size)
+            paged = (now.bounds_q, now.bounds_k, indices, now.last_page_len)
+            wrapper.plan(*paged, *self._heads(layer), now.page_size, causal=False, **options)
+
+        return self._planned(step, (name, *_kind(layer)), make, plan)
+
+    def mla(self, step: FlashInferStep, layer: RadixAttention, cache_dtype: torch.dtype) -> Any:
         causal = layer.attn_type is AttentionType.DECODER
 
         def make(graph: GraphBuffers | None) -> Any:
@@ -284,14 +336,7 @@ class Wrappers:
                 kv_indptr=step.bounds_k,
                 kv_indices=self._indices[False][: step.num_pages],
                 kv_len_arr=step.seqlens_k,
-                num_heads=layer.num_heads,
-                head_dim_ckv=MLA_KV_LORA_RANK,
-                head_dim_kpe=rope_dim,
-                page_size=self._spec.page_size,
-                causal=causal,
-                sm_scale=layer.scaling,
-                q_data_type=self._spec.dtype,
-                kv_data_type=cache_dtype,
+                **self._of_latents(layer, self._spec.page_size, cache_dtype) | {"causal": causal},
             )
 
         return self._planned(step, latent_key(layer), make, plan)
@@ -319,6 +364,19 @@ class Wrappers:
     def _heads(self, layer: RadixAttention) -> tuple[int, int, int]:
         return layer.num_heads, layer.num_kv_heads, layer.head_dim
 
+    def _of_latents(self, layer: RadixAttention, page_size: int, cache_dtype: torch.dtype) -> dict[str, Any]:
+        """What every plan of an MLA layer says; queries see all keys."""
+        return {
+            "num_heads": layer.num_heads,
+            "head_dim_ckv": MLA_KV_LORA_RANK,
+            "head_dim_kpe": layer.head_dim - MLA_KV_LORA_RANK,
+            "page_size": page_size,
+            "causal": False,
+            "sm_scale": layer.scaling,
+            "q_data_type": self._spec.dtype,
+            "kv_data_type": cache_dtype,
+        }
+
     def _shared(self, layer: RadixAttention) -> dict[str, Any]:
         """What every plan of a layer says."""
         return {
@@ -329,11 +387,16 @@ class Wrappers:
             "kv_data_type": self._spec.cache_dtype,
         }
 
-    def _splits(self, which: int, in_graph: bool) -> dict[str, Any]:
-        """Deterministic: splits of a fixed length, or none in a graph, whose grid is fixed."""
+    def _splits(self, which: int, in_graph: bool, page_size: int = 0) -> dict[str, Any]:
+        """Deterministic: splits of a fixed length, or none in a graph, whose grid is fixed.
+
+        page_size: 0: the model's.
+        """
         if not self._spec.deterministic:
             return {}
-        return {"disable_split_kv": True} if in_graph else {"fixed_split_size": self._split_pages[which]}
+        if in_graph:
+            return {"disable_split_kv": True}
+        return {"fixed_split_size": -(-self._split_tokens[which] // (page_size or self._spec.page_size))}
 
 
 def _kind(layer: RadixAttention) -> Key:
@@ -347,18 +410,6 @@ def paged_key(layer: RadixAttention, windowed: bool, decodes: bool) -> Key:
 
 def latent_key(layer: RadixAttention) -> Key:
     return "mla", layer.scaling, layer.attn_type.name
-
-
-def cumulative(lengths: Tensor) -> Tensor:
-    bounds = torch.zeros(lengths.shape[0] + 1, dtype=torch.int32)
-    torch.cumsum(lengths, 0, dtype=torch.int32, out=bounds[1:])
-    return bounds
-
-
-def paging(lengths: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
-    """Bounds of each request's pages, and the tokens in its last one."""
-    pages = (lengths + (page_size - 1)).div_(page_size, rounding_mode="floor")
-    return cumulative(pages), lengths - (pages - 1).clamp_(min=0) * page_size
 
 
 def import_flashinfer() -> Any:

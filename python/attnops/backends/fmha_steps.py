@@ -32,14 +32,14 @@ class FmhaStep:
         cu_seqlens_q: int32 ``[B + 1]``.
         plans: Of each window of the model.
         parts: What the step's two parts need, if it has two.
-        drafts: What a draft step's two stages need; it has no other plans.
+        drafts: What a draft step's two stages need, by window of the model; it has no other plans.
     """
 
     paged: PagedStep
     cu_seqlens_q: Tensor
     plans: dict[int, FmhaPlan]
     parts: CascadeStep | None = None
-    drafts: DraftStep | None = None
+    drafts: dict[int, DraftStep] | None = None
 
 
 class FmhaSteps:
@@ -63,7 +63,7 @@ class FmhaSteps:
         self._has_cache = spec.attn_type is not AttentionType.ENCODER_ONLY
         self._plans = FmhaPlans(spec, limits, device)
         self._even_bounds: dict[int, Tensor] = {}
-        self._steps: dict[tuple[int, int, int, int, int, bool, bool], FmhaStep] = {}
+        self._steps: dict[tuple[int | None, ...], FmhaStep] = {}
         self._stages: DraftStages | None = None  # of draft steps, made at the first one
         self._spec = spec
         self._cascade = Cascade(spec, limits, device) if cascade else None
@@ -73,14 +73,16 @@ class FmhaSteps:
         """The views of the batch's shape: host work.
 
         Raises:
-            NotImplementedError: the batch is a draft step, and the model has windows, chunks or sinks.
+            NotImplementedError: the batch is a draft step, and the model has chunks.
+            ValueError: the batch is a draft step without `draft_step`, and the model has windows.
         """
         most = batch.max_seqlen_q
         windowed = paged.window_out_cache_loc is not None
         few = self._plans.decode_tokens(most)  # not `most` itself: a prompt's length would make every step a new one
         cascade = None if few or not self._has_two_parts(batch) else self._cascade
         tokens, drafts = batch.tokens_per_request, batch.draft_steps
-        key = (batch.batch_size, batch.num_tokens, tokens, drafts, few, windowed, cascade is not None)
+        draft = (drafts, batch.draft_step)
+        key = (batch.batch_size, batch.num_tokens, tokens, *draft, few, windowed, cascade is not None)
         if key not in self._steps:
             if len(self._steps) >= MAX_CACHED_STEPS:
                 self._steps.clear()
@@ -105,7 +107,7 @@ class FmhaSteps:
                 raise NotImplementedError("attnops: multi-item scoring knows no windows or chunks")
             self._hidden_keys = hidden_keys_of(batch, step.cu_seqlens_q)
         if step.drafts is not None:
-            self._draft_stages().plan(step.drafts, batch)
+            self._draft_stages().plan(step.drafts, batch, self._buffers.report)
             return
         keys = batch.cache_seqlens if self._has_cache else None
         for plan in step.plans.values():
@@ -150,13 +152,11 @@ class FmhaSteps:
 
     def _draft_stages(self) -> DraftStages:
         if self._stages is None:
-            spec = self._spec
-            if spec.sliding_window_size >= 0 or spec.attention_chunk_size or spec.has_sinks:
+            if self._spec.attention_chunk_size:
                 raise NotImplementedError(
-                    "attnops: a batch with draft_steps needs layers without windows, chunks and sinks where K and V "
-                    "have two head dims"
+                    "attnops: a batch with draft_steps needs layers without chunks (attention_chunk_size)"
                 )
-            self._stages = DraftStages(spec, self._limits, self._device)
+            self._stages = DraftStages(self._spec, self._limits, self._device)
         return self._stages
 
     def _has_two_parts(self, batch: AttentionBatch) -> bool:

@@ -34,7 +34,7 @@ class Queries:
 
     Attributes:
         q: float32 ``[B, S_q, H_q, D]``; rows beyond a request's own hold anything.
-        positions: int64 ``[B, S_q]``, of the query in its request.
+        positions: int64 ``[B, S_q]``, of the query in its request, where it has no mask.
         seqlens_k: int64 ``[B]``, keys of each request.
         drafts: bool ``[B, S_q, M]``, which new token sees which of the last M, or None: causal, or all.
         items: Of prompts with items: int64 ``[B]``, tokens of the prefix, and int64 ``[B, S_q]``, places in items.
@@ -178,6 +178,7 @@ CAPABILITY = Capability(
     tree_mask=True,
     draft_trees=True,
     draft_trees_two_dims=True,
+    draft_windows=True,
     multi_item=True,
     local_attention=True,
 )
@@ -308,7 +309,8 @@ def _queries(q: Tensor, batch: AttentionBatch, rows: Rows | None, seqlens_k: Ten
         assert batch.extend_seq_lens is not None
         seqlens_q = batch.extend_seq_lens.long()
     row = torch.arange(by_request.shape[1], device=q.device)
-    positions = (seqlens_k - seqlens_q).unsqueeze(1) + row
+    behind = batch.tree_keys or seqlens_q  # of the prefix: a draft step's rows stand anywhere among its drafts
+    positions = (seqlens_k - behind).unsqueeze(1) + row
     drafts = None
     if batch.tree_mask is not None:
         drafts = unpack_tree_mask(batch.tree_mask, batch.tree_keys or batch.tokens_per_request)

@@ -16,6 +16,7 @@ from attnops import ops
 from attnops.backends import attend
 from attnops.backends.base import AttentionBackend, LayerCall, sees_past_window
 from attnops.backends.capability import DECODER_MODES, FLOATS, Capability, HeadDims
+from attnops.backends.draft_windows import DecodeWindows, WindowStep
 from attnops.backends.fmha_steps import FmhaStep, FmhaSteps
 from attnops.backends.fp4_steps import Fp4Steps
 from attnops.backends.local_steps import LocalSteps
@@ -29,17 +30,22 @@ from attnops.ops.fp4_kv import FP4
 from attnops.plan_buffers import BlockBuffers, DecodePlan, DecodePlans, TokenBlocks
 from attnops.types import AttentionBatch, AttentionSpec, AttentionType, Limits
 
-StepKey = tuple[int, int, int, int, bool]
+StepKey = tuple[int, int, int, int, int | None, bool]
 
 
 @dataclass(frozen=True)
 class CpuStep:
-    """What one shape of a step needs: plans of a decode op, one per window of the model, or fmha's views."""
+    """What one shape of a step needs: plans of a decode op, one per window of the model, or fmha's views.
+
+    Attributes:
+        windows: Of a draft step: what layers with a window have in place of page table, lengths and mask.
+    """
 
     paged: PagedStep
     decode: dict[int, DecodePlan]
     fmha: FmhaStep | None
     blocks: TokenBlocks | None
+    windows: WindowStep | None = None
 
 
 @register_attention_backend("intel_amx")
@@ -61,6 +67,7 @@ class IntelAMXAttnBackend(AttentionBackend):
         tree_mask=True,
         draft_trees=True,
         draft_stages=True,
+        draft_windows=True,
         multi_item=True,
         local_attention=True,
         deterministic=True,
@@ -84,6 +91,7 @@ class IntelAMXAttnBackend(AttentionBackend):
         self._blocks = BlockBuffers(spec, limits, self.device) if spec.is_mla else None
         self._mla = None if spec.up_head_dims is None else MlaPrefill(spec, limits, self.device)
         self._fmha = None if spec.is_mla else FmhaSteps(spec, limits, self.device, self._buffers)
+        self._windows: DecodeWindows | None = None  # of draft steps, made at the first one
         self._local: LocalSteps | None = None
         if spec.attention_chunk_size:
             assert self._fmha is not None, "AttentionSpec has checked"
@@ -102,7 +110,8 @@ class IntelAMXAttnBackend(AttentionBackend):
         self.limits.check(batch)
         paged = self._buffers.step(batch)
         windowed = paged.window_out_cache_loc is not None
-        key = (batch.batch_size, batch.num_tokens, batch.tokens_per_request, batch.draft_steps, windowed)
+        drafts = (batch.draft_steps, batch.draft_step)
+        key = (batch.batch_size, batch.num_tokens, batch.tokens_per_request, *drafts, windowed)
         if key not in self._steps:
             if len(self._steps) >= MAX_CACHED_STEPS:
                 self._steps.clear()
@@ -129,11 +138,15 @@ class IntelAMXAttnBackend(AttentionBackend):
         if step.blocks is not None:
             step.blocks.build(batch, step.paged)
             cache_seqlens = step.blocks.cache_seqlens
-        for decode_plan in step.decode.values():
+        if step.windows is not None:
+            assert self._windows is not None
+            self._windows.build(step.windows, batch, self._buffers.report)
+        for window, decode_plan in step.decode.items():
+            lengths = cache_seqlens if step.windows is None or window < 0 else step.windows.seqlens
             if isinstance(decode_plan, MlaDecodePlan):
-                ops.mla_decode_plan(decode_plan, cache_seqlens)
+                ops.mla_decode_plan(decode_plan, lengths)
             else:
-                ops.xqa_decode_plan(decode_plan, cache_seqlens)
+                ops.xqa_decode_plan(decode_plan, lengths)
         if step.fmha is not None:
             assert self._fmha is not None
             self._fmha.plan(step.fmha, batch)
@@ -160,7 +173,8 @@ class IntelAMXAttnBackend(AttentionBackend):
         if self.spec.is_mla:
             if call.save_kv_cache and k is not None:
                 store_mla(layer, batch, k, call.k_rope, report)
-            attend.mla_decode(q, call.q_rope, layer, batch, step.paged, step.decode, step.blocks, out, report)
+            shared = (step.paged, step.decode, step.blocks, out, report)
+            attend.mla_decode(q, call.q_rope, layer, batch, *shared, step.windows)
             return
         if step.fmha is not None:
             assert self._fmha is not None
@@ -172,12 +186,18 @@ class IntelAMXAttnBackend(AttentionBackend):
             if v is None:
                 raise ValueError("attnops: a layer that stores k needs v")
             store_kv(layer, batch, step.paged, k, v, report)
-        attend.xqa_decode(q, layer, batch, step.paged, step.decode, out, report)
+        attend.xqa_decode(q, layer, batch, step.paged, step.decode, out, report, step.windows)
 
     def _make(self, batch: AttentionBatch, paged: PagedStep) -> CpuStep:
         """The views of one shape. Uniform steps are decode, others fmha, or blocks where there is MLA."""
         if batch.is_uniform and self._decodes and not sees_past_window(self.spec, batch):
-            return CpuStep(paged, self._plans_for(batch.tokens_per_request).views(batch.batch_size), None, None)
+            plans = self._plans_for(batch.tokens_per_request).views(batch.batch_size)
+            if not batch.draft_steps or self.spec.sliding_window_size < 0:
+                return CpuStep(paged, plans, None, None)
+            if self._windows is None:
+                self._windows = DecodeWindows(self.spec, self.limits, self.device)
+            windows, plans[self.spec.sliding_window_size] = self._windows.views(batch)
+            return CpuStep(paged, plans, None, None, windows)
         if self._blocks is not None:
             blocks = self._blocks.blocks(batch.batch_size, batch.num_tokens)
             return CpuStep(paged, self._blocks.plans.views(blocks.num_blocks), None, blocks)

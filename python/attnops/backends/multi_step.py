@@ -12,7 +12,7 @@ from attnops import ops
 from attnops.backends.base import AttentionBackend, LayerCall
 from attnops.ops._arguments import MAX_TREE_TOKENS
 from attnops.reference import pack_tree_mask
-from attnops.types import AttentionBatch, AttentionSpec, ForwardMode, Limits, TokenPool, device_of
+from attnops.types import AttentionBatch, AttentionSpec, AttentionType, ForwardMode, Limits, TokenPool, device_of
 
 if TYPE_CHECKING:
     from attnops.layers.radix_attention import RadixAttention
@@ -80,15 +80,15 @@ class MultiStepDraftBackend(AttentionBackend):
         self.topk, self.draft_steps = topk, draft_steps
         rows, count = limits.max_batch_size * topk, draft_steps - 1
         one_dim = spec.is_mla or spec.head_dim == spec.v_head_dim
-        plain = spec.sliding_window_size < 0 and not spec.attention_chunk_size
-        self.has_trees = trees and topk > 1 and plain
+        self.has_trees = trees and topk > 1 and not spec.attention_chunk_size
         if self.has_trees:
             longest = limits.max_seqlen + (topk - 1) * draft_steps
             shared = Limits(max_batch_size=limits.max_batch_size, max_seqlen=longest, max_tokens_per_request=topk)
             self.backends = [make(spec, shared, self.device)]
             able = _decoder(self.backends[0]).capability
-            two_dims = able.draft_trees_two_dims or (able.draft_stages and not spec.has_sinks)
-            self.has_trees = able.draft_trees and (one_dim or two_dims)
+            dims = one_dim or able.draft_trees_two_dims or able.draft_stages
+            windows = able.draft_windows and spec.attn_type is AttentionType.DECODER
+            self.has_trees = able.draft_trees and dims and (spec.sliding_window_size < 0 or windows)
         per_step = shared if self.has_trees else Limits(max_batch_size=rows, max_seqlen=limits.max_seqlen)
         made = self.backends if self.has_trees else []
         self.backends = [*made, *(make(spec, per_step, self.device) for _ in range(count - len(made)))]
@@ -150,9 +150,20 @@ class MultiStepDraftBackend(AttentionBackend):
             known = self._steps[key] = [self._make_step(batch, index) for index in range(len(self.backends))]
         self._now = known
         self._serving = {id(step): backend for step, backend in zip(self._now, self.backends)}
-        for step, backend in zip(self._now, self.backends):
+        for index, (step, backend) in enumerate(zip(self._now, self.backends)):
             step.actual_forward_mode = batch.actual_forward_mode
+            step.cache_seqlens_cpu = self._lengths_on_the_host(batch, index)
             backend.init_forward_metadata_out_graph(step, in_capture)
+
+    def _lengths_on_the_host(self, batch: AttentionBatch, index: int) -> Tensor | None:
+        """`cache_seqlens_cpu` of a step, if the loop's batch has it and a backend asks for it."""
+        lengths = batch.cache_seqlens_cpu
+        if lengths is None or not self.needs_cpu_seq_lens or batch.forward_mode.is_idle():
+            return None
+        prefix = (lengths - 1).clamp_(min=0)
+        if self.has_trees:
+            return prefix + self.topk * self.draft_steps
+        return (prefix + (index + 1)).repeat_interleave(self.topk)
 
     def _is_for(self, step: AttentionBatch, batch: AttentionBatch) -> bool:
         same_rows = not self.has_trees or step.req_to_token is batch.req_to_token
@@ -177,6 +188,7 @@ class MultiStepDraftBackend(AttentionBackend):
                 req_to_token=batch.req_to_token,
                 tokens_per_request=self.topk,
                 draft_steps=self.draft_steps,
+                draft_step=index,
                 tree_mask=self._tree_masks[index].expand(size, -1, -1),
                 **shared,
             )

@@ -85,6 +85,7 @@ class TritonAttnBackend(AttentionBackend):
         tree_mask=True,
         draft_trees=True,
         draft_trees_two_dims=True,
+        draft_windows=True,
         deterministic=True,
         cuda_graph=True,
     )
@@ -151,7 +152,7 @@ class TritonAttnBackend(AttentionBackend):
             self._kernels.triton_decode_plan(
                 splits,
                 batch.cache_seqlens,
-                batch.tokens_per_request,
+                batch.tree_keys or batch.tokens_per_request,
                 self.spec.num_kv_heads,
                 self._splits_of(batch.tokens_per_request),
                 self._split_tile,

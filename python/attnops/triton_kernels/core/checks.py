@@ -93,11 +93,10 @@ class Checks:
         requests = self.extents.setdefault("batch_size", cu_seqlens.shape[0] - 1)
         self.tensor(name, cu_seqlens, (str(requests + 1),), (torch.int32,))
 
-    def tree(self, tree_mask: Tensor | None, seqlen_q: int, tree_keys: int, window_left: int) -> None:
+    def tree(self, tree_mask: Tensor | None, seqlen_q: int, tree_keys: int) -> None:
         self.require(
-            tree_keys == seqlen_q or (tree_keys > seqlen_q and tree_mask is not None and window_left < 0),
-            f"tree_keys must be 0 or seqlen_q ({seqlen_q}), or more beside a tree_mask without a window, "
-            f"got {tree_keys}",
+            tree_keys == seqlen_q or (tree_keys > seqlen_q and tree_mask is not None),
+            f"tree_keys must be 0 or seqlen_q ({seqlen_q}), or more beside a tree_mask, got {tree_keys}",
         )
         width = -(-tree_keys // 8)
         self.tensor("tree_mask", tree_mask, ("batch_size", str(seqlen_q), str(width)), (torch.uint8,))

@@ -276,7 +276,7 @@ def attend_kernel(
     SPLIT: `out` and `lse` are partial results in float32, one per split.
     ONE_PAGE, SHARED, PEEL: As of `accumulate` and `sweep`.
     FLIP: `softmax_scale` is negative.
-    TREE: A row has a bit for each of the last `tree_keys` keys. Beside a window these are the new tokens.
+    TREE: A row has a bit for each of the last `tree_keys` keys.
     K_SCALE, V_SCALE: 0: none; 1: one per tensor; 2: one per KV head.
     """
     tile = num_tiles - 1 - tl.program_id(0)  # causal: what is last has most keys, so it begins first
@@ -346,12 +346,12 @@ def attend_kernel(
     elif CAUSAL:
         seen_to = nearest + 1
     if WINDOW:
-        seen_from = (prefix + count - 1 if TREE else farthest) - window_left
+        seen_from = (prefix + drafts - 1 if TREE else farthest) - window_left
         if not CAUSAL:
             seen_to = tl.minimum(seen_to, nearest + window_left + 1)
     window_begin = position - window_left
     if TREE and WINDOW:
-        window_begin = tree_window_begin(tree_row, is_row, prefix, count, window_left)
+        window_begin = tree_window_begin(tree_row, is_row, prefix, drafts, window_left)
     begin = low // BLOCK_N * BLOCK_N
     end = high
     if SPLIT:

@@ -104,7 +104,7 @@ def triton_decode(
         num_splits: int32 ``[B]``, of `triton_decode_plan` with these lengths and this `split_tile`.
         k_scale, v_scale: float32 ``[1]`` or ``[H_kv]``, of FP8 pages.
         tree_keys: M, the last keys of each request that ``tree_mask [B, S_q, ceil(M / 8)]`` is over; 0: the new
-            tokens. More than these: without a window.
+            tokens. A window counts steps of the tree.
 
     Raises:
         RuntimeError: naming the argument that does not fit.
@@ -120,7 +120,7 @@ def triton_decode(
         f"q.shape[0] must be {batch_size * seqlen_q} (batch_size * seqlen_q), got {num_tokens}",
     )
     tree_keys = tree_keys or seqlen_q
-    checks.tree(tree_mask, seqlen_q, tree_keys, window_left)
+    checks.tree(tree_mask, seqlen_q, tree_keys)
     v_head_dim = v_pages.shape[-1]
     checks.tensor("out_partial", out_partial, ("rows", "num_q_heads", "splits", "head_dim_v"), (torch.float32,))
     checks.tensor("lse_partial", lse_partial, ("rows", "num_q_heads", "splits"), (torch.float32,))
