@@ -131,9 +131,9 @@ void index_logits_cpu(const Tensor& logits, const Tensor& q, const Tensor& k, co
 
 void index_topk_cpu(const Tensor& indices, const OptionalTensor& positions, const Tensor& q, const Tensor& index_pages,
                     const Tensor& page_table, const Tensor& weights, const Tensor& cache_seqlens, const Tensor& scratch,
-                    const OptionalTensor& report) {
-  const IndexTopkParams p =
-      checked_index_topk(indices, positions, q, index_pages, page_table, weights, cache_seqlens, scratch, report);
+                    const OptionalTensor& report, const OptionalTensor& k_start) {
+  const IndexTopkParams p = checked_index_topk(indices, positions, q, index_pages, page_table, weights, cache_seqlens,
+                                               scratch, report, k_start);
   for_each_part(p, [](const IndexTopkParams& part) {
     run_logits("index_topk", part.logits);
     run_select("index_topk", part.select);

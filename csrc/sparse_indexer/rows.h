@@ -14,6 +14,11 @@ struct RowKeys {
   int64_t request;  // row of the page table
 };
 
+// Keys of a row from its first one on, as far as the caller says.
+ATTNOPS_HOST_DEVICE inline int64_t length_of(const SelectParams& p, int64_t row) {
+  return p.lengths_are_ends ? int64_t{p.lengths[row]} - p.row_starts[row] : p.lengths[row];
+}
+
 // Of the page table.
 ATTNOPS_HOST_DEVICE inline int64_t request_of(const SelectParams& p, int64_t row) {
   if (p.row_to_request != nullptr) return p.row_to_request[row];
@@ -22,7 +27,7 @@ ATTNOPS_HOST_DEVICE inline int64_t request_of(const SelectParams& p, int64_t row
 
 // The keys of a row that are served: those within the columns.
 ATTNOPS_HOST_DEVICE inline RowKeys keys_of(const SelectParams& p, int64_t row) {
-  const int64_t length = p.lengths[row];
+  const int64_t length = length_of(p, row);
   const int64_t start = p.row_starts != nullptr ? p.row_starts[row] : 0;
   const int64_t request = request_of(p, row);
   const bool served = length > 0 && start >= 0 && start < p.columns &&
@@ -32,7 +37,7 @@ ATTNOPS_HOST_DEVICE inline RowKeys keys_of(const SelectParams& p, int64_t row) {
 
 // To be called once per row where there is a report.
 ATTNOPS_HOST_DEVICE inline void report_row(const SelectParams& p, int64_t row) {
-  const int64_t length = p.lengths[row];
+  const int64_t length = length_of(p, row);
   if (length <= 0) return;
   const int64_t start = p.row_starts != nullptr ? p.row_starts[row] : 0;
   const int64_t request = request_of(p, row), told = p.first_row + row;
@@ -55,6 +60,7 @@ ATTNOPS_HOST_DEVICE inline int32_t no_slot(const SelectParams& p, ReportKind kin
 // The index of a row's key; -1 where none can be made.
 ATTNOPS_HOST_DEVICE inline int32_t index_of(const SelectParams& p, int64_t row, int64_t request, int position) {
   if (p.page_table != nullptr) {
+    if (p.lengths_are_ends) position += p.row_starts[row];
     const int64_t cell = page_of(position, p.page_size, p.page_shift);
     if (cell >= p.max_pages) return no_slot(p, kReportTableCell, row, position, cell, p.max_pages);
     const int64_t page = p.page_table[request * p.stride_table + cell];

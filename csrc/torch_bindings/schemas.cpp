@@ -113,7 +113,8 @@ STABLE_TORCH_LIBRARY(attnops, m) {
       "Tensor k_end, bool compressed=False, Tensor(b!)? report=None) -> ()");
   m.def(
       "index_topk(Tensor(a!) indices, Tensor(b!)? positions, Tensor q, Tensor index_pages, Tensor page_table, "
-      "Tensor weights, Tensor cache_seqlens, Tensor(c!) scratch, Tensor(d!)? report=None) -> ()");
+      "Tensor weights, Tensor cache_seqlens, Tensor(c!) scratch, Tensor(d!)? report=None, "
+      "Tensor? k_start=None) -> ()");
   m.def(
       "expand_rows(Tensor(a!) seqlens, Tensor(b!) rows, Tensor(c!) topk_length, Tensor cache_seqlens, "
       "Tensor cu_seqlens_q, int topk, int ratio=1, Tensor(d!)? report=None) -> ()");

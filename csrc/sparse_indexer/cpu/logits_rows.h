@@ -12,6 +12,13 @@ using ProductsFunction = void (*)(const HeadProducts&);
 
 inline constexpr int64_t kRowsAtOnce = 8, kTaskKeys = 512;
 
+// The keys that a row has logits of: in pages none in front of its first one, of which kernels of a GPU have logits.
+inline KeyRange served_keys(const LogitsParams& p, int64_t row) {
+  KeyRange range = keys_of(p, row);
+  if (!p.ragged && p.row_starts != nullptr) range.begin = range.first_column = max_of(p.row_starts[row], 0);
+  return range;
+}
+
 inline void to_floats(const uint8_t* e4m3, int count, float* out) {
   for (int i = 0; i < count; ++i) out[i] = attnops::cpu::to_float(attnops::cpu::Float8E4M3{e4m3[i]});
 }
@@ -76,7 +83,7 @@ inline void logits_of(const LogitsParams& p, int64_t first, int64_t last, int64_
     const int count = static_cast<int>(min_of<int64_t>(kKeysAtOnce, end - key));
     for (int i = 0; i < count; ++i) scales[i] = load_key(p, request, key + i, keys + i * p.dim);
     for (int64_t row = first; row < last; ++row) {
-      const KeyRange range = keys_of(p, row);
+      const KeyRange range = served_keys(p, row);
       if (range.end <= key || range.begin >= key + count) continue;
       products(queries[static_cast<size_t>(row - first)].products(p, keys, sums));
       for (int i = 0; i < count; ++i) {
@@ -96,7 +103,7 @@ struct LogitsTasks {
     groups_together = ceil_div(together, kRowsAtOnce);
     groups = together == 0 ? 0 : p.num_rows / together * groups_together;
     for (int64_t row = 0; row < p.num_rows; ++row) {
-      const KeyRange range = keys_of(p, row);
+      const KeyRange range = served_keys(p, row);
       if (range.end > range.begin) most_keys = max_of(most_keys, range.end);
     }
   }
@@ -107,7 +114,7 @@ struct LogitsTasks {
     const int64_t first = base + from, last = base + min_of(from + kRowsAtOnce, together);
     int64_t begin = INT64_MAX, end = 0;
     for (int64_t row = first; row < last; ++row) {
-      const KeyRange range = keys_of(p, row);
+      const KeyRange range = served_keys(p, row);
       if (range.end <= range.begin) continue;
       begin = min_of(begin, range.begin);
       end = max_of(end, range.end);
