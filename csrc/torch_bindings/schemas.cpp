@@ -60,7 +60,8 @@ STABLE_TORCH_LIBRARY(attnops, m) {
   m.def(
       "build_block_tables(Tensor(a!) block_tables, Tensor(b!) block_seqlens, Tensor block_list, Tensor page_table, "
       "Tensor? kv_indptr, Tensor cache_seqlens, Tensor? cu_seqlens_q, int page_size, int num_pages, int block_size, "
-      "int page_step, int unit_step, int head_step, bool causal=True, Tensor(c!)? report=None) -> ()");
+      "int page_step, int unit_step, int head_step, bool causal=True, Tensor(c!)? report=None, int window_left=-1) -> "
+      "()");
   m.def(
       "label_scores(Tensor(a!) scores, Tensor q_labels, Tensor label_pages, Tensor page_table, Tensor cache_seqlens, "
       "Tensor(b!)? report=None) -> ()");
