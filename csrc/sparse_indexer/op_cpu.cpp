@@ -4,8 +4,9 @@
 #include "cpu/isa.h"
 #include "sparse_indexer/checks.h"
 #include "sparse_indexer/cpu/keys.h"
-#include "sparse_indexer/cpu/logits_rows.h"
 #include "sparse_indexer/cpu/reference.h"
+#include "sparse_indexer/cpu/scalar_logits.h"
+#include "sparse_indexer/cpu/tile_logits.h"
 #include "sparse_indexer/rows.h"
 #include "sparse_indexer/topk_parts.h"
 #include "torch_bindings/cpu_faults.h"
@@ -107,12 +108,22 @@ void run_logits(const char* op, LogitsParams p) {
   for (int64_t row = 0; row < p.num_rows; ++row) report_row(p, row);
   faults.check();
   const Isa isa = attnops::cpu::current_isa();
-  const cpu::ProductsFunction products = isa == Isa::kScalar ? &cpu::scalar_products
-                                         : isa == Isa::kAvx2 ? &cpu::avx2_products
-                                                             : &cpu::avx512_products;
+  const attnops::cpu::TileOps* const ops = attnops::cpu::tile_ops(isa, DType::kBFloat16);
+  const cpu::HeadSumsFunction sums = isa == Isa::kAvx2 ? &cpu::avx2_head_sums : &cpu::avx512_head_sums;
   const cpu::LogitsTasks tasks(p);
   torch::stable::parallel_for(0, tasks.groups * tasks.pieces(), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t task = begin; task < end; ++task) tasks.run(task, products);
+    const auto run = [&](const auto& logits) {
+      for (int64_t task = begin; task < end; ++task) tasks.run(task, logits);
+    };
+    if (ops == nullptr) {
+      return run([&](int64_t first, int64_t last, int64_t first_key, int64_t last_key) {
+        cpu::scalar_logits_of(p, first, last, first_key, last_key);
+      });
+    }
+    const attnops::cpu::TileScope scope(*ops);
+    run([&](int64_t first, int64_t last, int64_t first_key, int64_t last_key) {
+      cpu::tile_logits_of(p, first, last, first_key, last_key, *ops, sums);
+    });
   });
   faults.check();
 }

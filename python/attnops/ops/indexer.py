@@ -180,8 +180,8 @@ def index_topk(
     a step of decode.
 
     With `k_start` a token sees the keys ``[k_start, cache_seqlens)``. So tokens of several requests may be those of
-    one, whose pages stand side by side in one row of the page table. A GPU also makes the logits in front of `k_start`,
-    and does not look at them: the cells there name pages of the pool.
+    one, whose pages stand side by side in one row of the page table. Cells in front of `k_start` name pages of the
+    pool, too: a GPU makes the logits there, and does not look at them.
 
     Args:
         q, index_pages, page_table, weights, cache_seqlens: As for `index_logits_paged`.
