@@ -423,19 +423,21 @@ def test_a_captured_prefill_serves_other_batches(sizes):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rules", ["plain", "sinks", "window"])
 @pytest.mark.parametrize("sizes", [(64, 64, 6), (64, 16, 12), (64, 1, 150)])
-def test_a_captured_call_serves_other_lists_lengths_and_tables(sizes):
+def test_a_captured_call_serves_other_lists_lengths_and_tables(sizes, rules):
+    rules = {"sinks": {"sinks": torch.linspace(-2, 2, 16, device="cuda")}, "window": {"window_left": 75}}.get(rules, {})
     page_size, block_size, columns = sizes
     shape = {"num_q_heads": 16, "num_kv_heads": 4, "head_dim": 128, "page_size": page_size}
     problem = paged_problem([500, 300, 64, 200], **shape).to("cuda")
     lists = torch.full((4, 4, columns), -1, dtype=torch.int32, device="cuda")
     lengths, table = torch.zeros_like(problem.cache_seqlens), torch.full_like(problem.page_table, 2**30)
-    plan = decode_plan(problem, lists, block_size)
+    plan = decode_plan(problem, lists, block_size, window_left=rules.get("window_left", -1))
     out, lse = torch.empty_like(problem.q), torch.empty(problem.q.shape[:-1], device="cuda")
 
     def step():
         pages = (problem.k_pages, problem.v_pages, table, lengths)
-        ops.xqa_decode(problem.q, *pages, plan, block_list=lists, out=out, lse=lse)
+        ops.xqa_decode(problem.q, *pages, plan, block_list=lists, out=out, lse=lse, **rules)
 
     graph = captured(step)
     for seed, now in enumerate([[500, 300, 64, 200], [1, 0, 33, 199], [450, 300, 1, 64]]):
@@ -450,8 +452,8 @@ def test_a_captured_call_serves_other_lists_lengths_and_tables(sizes):
         out.fill_(math.nan)
         graph.replay()
         torch.cuda.synchronize()
-        assert_close(current, (out.cpu(), lse.cpu()), blocks_expected(current, lists.cpu(), block_size))
-        eager, _ = decode_blocks(current, lists.cpu(), block_size, plan=plan)
+        assert_close(current, (out.cpu(), lse.cpu()), blocks_expected(current, lists.cpu(), block_size, **rules))
+        eager, _ = decode_blocks(current, lists.cpu(), block_size, plan=plan, **rules)
         assert torch.equal(eager, out.cpu()), "a replay has the bits of an eager call"
 
 

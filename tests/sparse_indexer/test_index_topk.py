@@ -197,21 +197,25 @@ def test_schema_and_fake(device):
 
 
 @pytest.mark.gpu
-def test_replays_with_other_lengths():
-    """A recorded call, three turns of the scratch, over tables and lengths that change."""
+@pytest.mark.parametrize("from_a_start", [False, True])
+def test_replays_with_other_lengths(from_a_start):
+    """A recorded call, three turns of the scratch, over lengths, and first keys, that change."""
     lengths = [[700], [4100], [90], [2500], [1]]
     paged = Paged(lengths, 64, 128, "cuda")
     q, weights = (t.cuda() for t in queries(5, 64, 128))
     seen, scratch = ints(lengths, "cuda"), torch.empty(2, 4200, device="cuda")
     given = (q.unsqueeze(1), paged.pages, paged.table, weights, seen, 512)
-    out = ops.index_topk(*given, scratch=scratch)
+    starts = {"k_start": torch.zeros_like(seen)} if from_a_start else {}
+    out = ops.index_topk(*given, scratch=scratch, **starts)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        ops.index_topk(*given, indices=out, scratch=scratch)
+        ops.index_topk(*given, indices=out, scratch=scratch, **starts)
     expected, wrong = torch.empty_like(out), torch.zeros((), dtype=torch.int64, device="cuda")
     longest, own = ints(lengths, "cuda"), torch.empty_like(scratch)
     for _ in range(1000):
         seen.copy_(torch.minimum(longest, torch.randint(-1, 4100, (5, 1), device="cuda")))
+        for start in starts.values():
+            start.random_(0, 3000)
         graph.replay()
-        wrong += (out != ops.index_topk(*given, indices=expected, scratch=own)).sum()
+        wrong += (out != ops.index_topk(*given, indices=expected, scratch=own, **starts)).sum()
     assert not wrong.item()
