@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -165,8 +166,10 @@ def hostile(device):
 @pytest.mark.gpu
 def test_hostile_values_stay_inside_on_a_gpu():
     lists, table, options = hostile("cuda")
-    for seqlens in ([64, 64], [2**31 - 1, -5], [-(2**31), 2**31 - 1]):
-        tables, lengths = build(lists, table, seqlens, "cuda", **options)
+    windows = [{}, *({"window_left": w, "cells": 64, "rows_per_request": 3} for w in (0, 20, 2**31 - 1))]
+    cases = ([64, 64], [2**31 - 1, -5], [-(2**31), 2**31 - 1])
+    for seqlens, window in itertools.product(cases, windows):
+        tables, lengths = build(lists, table, seqlens, "cuda", **options, **window)
         assert ((lengths >= 0) & (lengths <= 64)).all()
         assert ((tables == UNTOUCHED) | ((tables >= -1) & (tables < 6))).all()
     falling = torch.tensor([9, 3, -8], dtype=INT32)
