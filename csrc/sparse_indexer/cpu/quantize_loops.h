@@ -45,7 +45,9 @@ inline void round_values(const float* x, float scale, uint8_t* out) {
   int32_t codes[kDim];
   for (int i = 0; i < kDim; ++i) {
     const int32_t bits = __builtin_bit_cast(int32_t, x[i] / scale), magnitude = bits & 0x7FFFFFFF;
-    const int32_t normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3);
+    const uint32_t halfway =
+        static_cast<uint32_t>(magnitude) + 0x7FFFF + ((magnitude >> 20) & 1);  // NaN beyond int32_t
+    const int32_t normal = static_cast<int32_t>(halfway >> 20) - ((127 - 7) << 3);
     const float aligned = __builtin_bit_cast(float, magnitude) + 0x1p14f;
     const int32_t subnormal = __builtin_bit_cast(int32_t, aligned) & 0xF;
     // Without branches: from 464 on numbers are 448, and a NaN stays one.
