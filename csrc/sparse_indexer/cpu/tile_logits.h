@@ -47,15 +47,14 @@ inline void tile_logits_of(const LogitsParams& p, int64_t first, int64_t last, i
     if (num_dots > 0) ops.gemm(s.dots, kSumKeys, s.q, p.dim, s.keys, p.dim, num_dots, padded, p.dim, false);
     for (int64_t row = first; row < last; ++row) {
       const KeyRange range = served_keys(p, row);
-      const int from = static_cast<int>(max_of<int64_t>(range.begin - key, 0));
-      const int to = static_cast<int>(min_of<int64_t>(range.end - key, count));
+      const int64_t from = max_of<int64_t>(range.begin - key, 0), to = min_of<int64_t>(range.end - key, count);
       if (from >= to) continue;
       head_sums({.dots = s.dots + (row - first) * p.num_heads * kSumKeys,
                  .weights = p.weights + row * p.stride_weights,
                  .heads = p.num_heads,
                  .keys = padded,
                  .sums = s.sums});
-      for (int i = from; i < to; ++i) store_logit(p, row, range, key + i, s.scales[i] * s.sums[i]);
+      for (int64_t i = from; i < to; ++i) store_logit(p, row, range, key + i, s.scales[i] * s.sums[i]);
     }
   }
 }
