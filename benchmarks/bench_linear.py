@@ -29,6 +29,7 @@ from attnops import ops
 from attnops.backends.linear import takes_one_launch
 from linear_cells import (
     CONV_DECODES,
+    CONV_DRAFTS,
     CONVOLUTIONS,
     DECODES,
     GDN,
@@ -337,14 +338,8 @@ class Bench:
         q, k = (self.tensor(batch * drafts, model.groups, model.keys) for _ in range(2))
         v, out = (self.tensor(batch * drafts, model.heads, model.values) for _ in range(2))
         a, b = self.tensor(batch * drafts, model.heads, *channels), self.tensor(batch * drafts, model.heads)
-        per_head, mask = torch.zeros(model.heads, device=self.device), None
+        per_head, mask = torch.zeros(model.heads, device=self.device), self.tree(batch, drafts) if tree else None
         bias, dt = torch.zeros(a.shape[1:], device=self.device), None if model.constant else a
-        if tree:
-            seen: list[int] = []
-            for t in range(drafts):
-                seen.append((seen[TREE[t]] if TREE[t] >= 0 else 0) | 1 << t)
-            mask = torch.tensor(seen, dtype=torch.uint8, device=self.device).view(1, drafts, 1)
-            mask = mask.expand(batch, -1, -1).contiguous()
         path = self.indices([list(range(drafts))] * batch)  # type: ignore[list-item]
         count, commit = self.indices([min(3, drafts)] * batch), ops.delta_commit if model.delta else ops.ssd_commit
         calls, folds, steps, beside = [], [], [], []
@@ -412,6 +407,8 @@ class Bench:
         if only in ("", "convolve"):
             for tokens in CONVOLUTIONS:
                 self.tried(self.convolve, *tokens)
+            for drafts in CONV_DRAFTS:
+                self.tried(self.convolve_drafts, *drafts)
             self.tried(self.copy)
         if only in ("", "first"):  # six processes: last, should the time not suffice
             self.tried(self.first_calls)
@@ -476,6 +473,27 @@ class Bench:
         num_bytes = 4 * tokens * channels + 12 * batch * channels
         params = {"tokens": tokens, "channels": channels, "batch": batch}
         self.cell(name, params, calls, num_bytes / COPY, beside, checks[0])
+
+    def tree(self, batch: int, drafts: int) -> Tensor:
+        """The packed mask of TREE for each request, of at most eight drafts."""
+        seen: list[int] = []
+        for t in range(drafts):
+            seen.append((seen[TREE[t]] if TREE[t] >= 0 else 0) | 1 << t)
+        mask = torch.tensor(seen, dtype=torch.uint8, device=self.device).view(1, drafts, 1)
+        return mask.expand(batch, -1, -1).contiguous()
+
+    def convolve_drafts(self, batch: int, drafts: int, channels: int, tree: bool) -> None:
+        """Drafts with the windows that they leave. The floor writes these, too."""
+        weight, slots = self.tensor(channels, 4), self.indices(list(range(batch)))
+        mask, calls = self.tree(batch, drafts) if tree else None, []
+        for _ in range(4):
+            x, states = self.tensor(batch * drafts, channels), self.tensor(batch, channels, 3)
+            given = {"conv_states": states, "state_indices": slots, "tree_mask": mask, "out": torch.empty_like(x)}
+            given["windows"] = torch.empty(batch, drafts, channels, 3, dtype=x.dtype, device=self.device)
+            calls.append(partial(ops.causal_conv1d_update, x, weight, None, **given))
+        num_bytes = 10 * batch * drafts * channels + 6 * batch * channels
+        params = {"batch": batch, "drafts": drafts, "channels": channels, "tree": tree}
+        self.cell("causal_conv1d_drafts", params, calls, num_bytes / COPY)
 
     def copy(self) -> None:
         """75 MB: a request's states of 36 layers."""

@@ -55,6 +55,7 @@ TREE = [-1, 0, 0, 1, 1, 2, 2, 3]  # parents
 DECODES += [(MAMBA2, n, torch.float32) for n in (1, 64, 256)] + [(LIGHTNING, 64, torch.float32)]
 VERIFIES = [(1, 4, False), (64, 4, False), (64, 8, False), (64, 8, True)]  # requests, drafts, whether a tree
 CONVOLUTIONS = [(8192, 8192, 1, False), (8192, 8192, 64, False), (64, 8192, 64, True), (1, 8192, 1, True)]
+CONV_DRAFTS = [(1, 4, 8192, False), (64, 4, 8192, False), (64, 8, 8192, True)]  # requests, drafts, channels, a tree
 
 CONV_DECODES = [(GDN, n, torch.float32) for n in (1, 8, 64, 256)] + [(GDN, 64, torch.bfloat16)]
 CONV_DECODES += [(KDA, 64, torch.float32), (GDN64, 64, torch.float32)]

@@ -85,9 +85,8 @@ inline Params checked_varlen(const Arguments& given, const Tensor& cu_seqlens,
 }
 
 // The same number of tokens for each request, which all have a state.
-inline Params checked_update(const Arguments& given) {
+inline Params checked_update(const Arguments& given, Dim& batch, Dim& num_tokens) {
   const char* op = "causal_conv1d_update";
-  Dim batch("batch_size"), num_tokens("num_tokens");
   Params p = checked_params(op, kReportCausalConv1dUpdate, given, batch, num_tokens);
   if (*batch == 0 ? *num_tokens != 0 : *num_tokens % *batch != 0) {
     fail(op, "x.shape[0] must be a multiple of " + std::to_string(*batch) + " (batch_size of state_indices), got " +
@@ -95,6 +94,51 @@ inline Params checked_update(const Arguments& given) {
   }
   p.tokens_per_request = *batch == 0 ? 0 : *num_tokens / *batch;
   return p;
+}
+
+inline Params checked_update(const Arguments& given) {
+  Dim batch("batch_size"), num_tokens("num_tokens");
+  return checked_update(given, batch, num_tokens);
+}
+
+// The same where the tokens are drafts, whose windows are asked for.
+inline DraftParams checked_drafts(const Arguments& given, const Tensor& windows, const OptionalTensor& tree_mask) {
+  const char* op = "causal_conv1d_update";
+  Dim batch("batch_size"), num_tokens("num_tokens");
+  DraftParams p{};
+  p.conv = checked_update(given, batch, num_tokens);
+  check_range(op, "drafts of a request", p.conv.tokens_per_request, 0, kMaxDrafts);
+  p.drafts = static_cast<int>(p.conv.tokens_per_request);
+  Dim channels("channels", p.conv.channels, "x"), history("width - 1", p.conv.width - 1, "weight");
+  Dim drafts = *batch == 0 ? Dim("drafts") : Dim("drafts", p.drafts, "x");  // of no request: any number
+  TensorCheck(op, "windows", windows)
+      .device_as("x", given.x)
+      .dtype_as("x", given.x)
+      .shape({batch, drafts, channels, history})
+      .apart();
+  p.windows = windows.mutable_data_ptr();
+  p.stride_request = windows.stride(0);
+  p.stride_draft = windows.stride(1);
+  p.stride_channel = windows.stride(2);
+  p.stride_time = windows.stride(3);
+  if (tree_mask) {
+    Dim bytes("ceil(drafts / 8)", (*drafts + 7) / 8, "windows");
+    TensorCheck(op, "tree_mask", *tree_mask)
+        .device_as("x", given.x)
+        .dtype({DType::kUInt8})
+        .shape({batch, drafts, bytes})
+        .contiguous();
+    p.tree_mask = static_cast<const uint8_t*>(tree_mask->const_data_ptr());
+  }
+  return p;
+}
+
+// A tree leaves no one state, so nothing could be done with the old one.
+inline void refuse_mask_alone(const OptionalTensor& tree_mask) {
+  if (tree_mask) {
+    fail("causal_conv1d_update",
+         "windows must be given with tree_mask: a tree leaves a state for each draft, got None");
+  }
 }
 
 }  // namespace attnops::causal_conv1d

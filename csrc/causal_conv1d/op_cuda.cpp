@@ -18,8 +18,16 @@ void causal_conv1d_cuda(const Tensor& out, const Tensor& conv_states, const Tens
 
 void causal_conv1d_update_cuda(const Tensor& out, const Tensor& conv_states, const Tensor& x, const Tensor& weight,
                                const OptionalTensor& bias, const Tensor& state_indices, bool silu,
-                               const OptionalTensor& report) {
-  const Params p = checked_update({out, conv_states, x, weight, bias, state_indices, silu, report});
+                               const OptionalTensor& report, const OptionalTensor& windows,
+                               const OptionalTensor& tree_mask) {
+  const Arguments given{out, conv_states, x, weight, bias, state_indices, silu, report};
+  if (windows) {
+    const DraftParams p = checked_drafts(given, *windows, tree_mask);
+    const OnDevice guard(x);
+    return launch_drafts(p, current_stream(x));
+  }
+  refuse_mask_alone(tree_mask);
+  const Params p = checked_update(given);
   const OnDevice guard(x);
   launch(p, current_stream(x));
 }

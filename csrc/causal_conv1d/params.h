@@ -1,6 +1,7 @@
 #pragma once
 #include <cstdint>
 
+#include "core/linear_verify.h"
 #include "core/state_report.h"
 
 namespace attnops::causal_conv1d {
@@ -55,6 +56,30 @@ struct Params {
     const int64_t begin = cu_seqlens[request], end = cu_seqlens[request + 1];
     if (end < begin || begin < 0 || end > num_tokens) {
       record_fault(to, {op, kReportTokenBounds, request, begin, end, num_tokens});
+    }
+  }
+};
+
+// Drafts of each request, the tokens of `conv`, from states that are only read. A draft's inputs are its own, those of
+// its nearest ancestors, and behind the root those of the state.
+struct DraftParams {
+  Params conv;
+  int drafts;     // of a request, 1 to kMaxDrafts
+  void* windows;  // [batch_size, drafts, channels, width - 1]: the state that each draft would leave
+  int64_t stride_request, stride_draft, stride_channel, stride_time;
+  const uint8_t* tree_mask;  // [batch_size, drafts, ceil(drafts / 8)], packed; null: a chain
+
+  // Where the inputs before that of draft t come from, the oldest first: from draft `places[j]`, or below 0 from the
+  // state, whose newest input is -1.
+  template <int kMost>
+  ATTNOPS_HOST_DEVICE void places_of(int64_t request, int t, int history, int (&places)[kMost]) const {
+    const uint32_t ancestors = draft_ancestors(tree_mask, drafts, request, t);
+    int draft = t, behind = 0;  // the last place among the drafts, and how many are in the state
+    for (int j = kMost - 1; j >= 0; --j) {
+      if (j >= history) continue;
+      do --draft;
+      while (draft >= 0 && (ancestors >> draft & 1) == 0);
+      places[j] = draft >= 0 ? draft : -++behind;
     }
   }
 };

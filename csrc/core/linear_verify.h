@@ -6,6 +6,16 @@ namespace attnops {
 
 inline constexpr int kMaxDrafts = 16;
 
+// The drafts before draft t of a request that it descends from, a bit each. `tree_mask` is [batch_size, drafts,
+// ceil(drafts / 8)], packed; null: a chain.
+ATTNOPS_HOST_DEVICE inline uint32_t draft_ancestors(const uint8_t* tree_mask, int drafts, int64_t request, int t) {
+  const uint32_t before = (1u << t) - 1;
+  if (tree_mask == nullptr) return before;
+  const int bytes = (drafts + 7) / 8;
+  const uint8_t* row = tree_mask + (request * drafts + t) * bytes;
+  return (row[0] | (bytes > 1 ? uint32_t{row[1]} << 8 : 0u)) & before;
+}
+
 // Rings of updates beside a pool of states. A slot's state is its state in the pool after the first `ring_len` rows of
 // its ring, S = decay S + u k^T each; the rows behind them are the drafts of the last verification. All dense.
 struct StateRings {
@@ -56,13 +66,8 @@ struct LinearVerify {
   int drafts;                // of a request, 1 to kMaxDrafts
   const uint8_t* tree_mask;  // [batch_size, drafts, ceil(drafts / 8)], packed; null: a chain
 
-  // The drafts before t that it descends from, a bit each.
   ATTNOPS_HOST_DEVICE uint32_t ancestors(int64_t request, int t) const {
-    const uint32_t before = (1u << t) - 1;
-    if (tree_mask == nullptr) return before;
-    const int bytes = (drafts + 7) / 8;
-    const uint8_t* row = tree_mask + (request * drafts + t) * bytes;
-    return (row[0] | (bytes > 1 ? uint32_t{row[1]} << 8 : 0u)) & before;
+    return draft_ancestors(tree_mask, drafts, request, t);
   }
 
   ATTNOPS_HOST_DEVICE void check(ReportOp op, int64_t request, int32_t* to) const {

@@ -21,7 +21,6 @@ void delta_conv_decode_cuda(const Tensor& out, const Tensor& states, const Tenso
       out, {out, conv_states, x, weight, bias, state_indices, silu, report},
       {x, states, a, b, "x", a_log, dt_bias, state_indices, elsewhere, scale, lower_bound, qk_l2norm, report},
       num_k_heads);
-  refuse_float_gates(op, p.step);
   if (!mixed) fail(op, "mixed must be given on CUDA, got None");
   Dim batch("batch_size", p.step.batch_size, "x"), channels("channels", p.conv.channels, "x");
   TensorCheck(op, "mixed", *mixed).device_as("x", x).dtype_as("x", x).shape({batch, channels}).contiguous();

@@ -14,7 +14,6 @@ void delta_decode_cuda(const Tensor& out, const Tensor& states, const Tensor& q,
                        double lower_bound, bool qk_l2norm, const OptionalTensor& report) {
   const LinearStep p = checked_decode({out, states, q, k, v, a, b, a_log, dt_bias, state_indices, out_state_indices,
                                        scale, lower_bound, qk_l2norm, report});
-  refuse_float_gates("delta_decode", p);
   const OnDevice guard(q);
   launch(p, current_stream(q));
 }

@@ -16,7 +16,7 @@ void check_pairs(const Params& p, int32_t* report) {
   for (int64_t i = 0; i < p.count; ++i) {
     if (!p.moves(i)) continue;
     writers.add(p.dst[i], i);
-    if (p.src != nullptr) readers.add(p.src[i], i);
+    if (p.src != nullptr && p.within) readers.add(p.src[i], i);
   }
   writers.sort();
   readers.sort();
@@ -31,7 +31,7 @@ void check_pairs(const Params& p, int32_t* report) {
 }
 
 void run(const char* op, Params p) {
-  CpuFaults faults(op, "states", p.report);
+  CpuFaults faults(op, p.within ? "states" : "states, or of source for src", p.report);
   check_pairs(p, faults.report());
   faults.check();
   if (p.slot_bytes == 0) return;  // and no address to copy from
@@ -42,18 +42,20 @@ void run(const char* op, Params p) {
       if (p.src == nullptr) {
         std::memset(p.at(layer, p.dst[i]), 0, static_cast<size_t>(p.slot_bytes));
       } else {
-        std::memcpy(p.at(layer, p.dst[i]), p.at(layer, p.src[i]), static_cast<size_t>(p.slot_bytes));
+        std::memcpy(p.at(layer, p.dst[i]), p.source_at(layer, p.src[i]), static_cast<size_t>(p.slot_bytes));
       }
     }
   });
 }
 
-void copy_states_cpu(const Tensor& states, const Tensor& src, const Tensor& dst, const OptionalTensor& report) {
-  run("copy_states", checked_params("copy_states", kReportCopyStates, states, &src, dst, "dst", report));
+void copy_states_cpu(const Tensor& states, const Tensor& src, const Tensor& dst, const OptionalTensor& report,
+                     const OptionalTensor& source) {
+  run("copy_states", checked_params("copy_states", kReportCopyStates, states, &src, dst, "dst", report, source));
 }
 
 void clear_states_cpu(const Tensor& states, const Tensor& slots, const OptionalTensor& report) {
-  run("clear_states", checked_params("clear_states", kReportClearStates, states, nullptr, slots, "slots", report));
+  run("clear_states",
+      checked_params("clear_states", kReportClearStates, states, nullptr, slots, "slots", report, OptionalTensor()));
 }
 
 }  // namespace

@@ -7,14 +7,16 @@
 namespace attnops::linear_state {
 namespace {
 
-void copy_states_cuda(const Tensor& states, const Tensor& src, const Tensor& dst, const OptionalTensor& report) {
-  const Params p = checked_params("copy_states", kReportCopyStates, states, &src, dst, "dst", report);
+void copy_states_cuda(const Tensor& states, const Tensor& src, const Tensor& dst, const OptionalTensor& report,
+                      const OptionalTensor& source) {
+  const Params p = checked_params("copy_states", kReportCopyStates, states, &src, dst, "dst", report, source);
   const OnDevice guard(states);
   launch(p, current_stream(states));
 }
 
 void clear_states_cuda(const Tensor& states, const Tensor& slots, const OptionalTensor& report) {
-  const Params p = checked_params("clear_states", kReportClearStates, states, nullptr, slots, "slots", report);
+  const Params p =
+      checked_params("clear_states", kReportClearStates, states, nullptr, slots, "slots", report, OptionalTensor());
   const OnDevice guard(states);
   launch(p, current_stream(states));
 }

@@ -51,27 +51,50 @@ ATTNOPS_HOST_DEVICE inline void report_row(const SelectParams& p, int64_t row) {
   }
 }
 
-ATTNOPS_HOST_DEVICE inline int32_t no_slot(const SelectParams& p, ReportKind kind, int64_t row, int64_t position,
-                                           int64_t value, int64_t limit) {
-  if (p.report != nullptr) record_fault(p.report, {p.report_op, kind, p.first_row + row, position, value, limit});
-  return -1;
+// Where a row's key is among those that the page table has cells for.
+ATTNOPS_HOST_DEVICE inline int place_of(const SelectParams& p, int64_t row, int position) {
+  return p.lengths_are_ends ? position + p.row_starts[row] : position;
+}
+
+// Of the page table, that such a key is in.
+ATTNOPS_HOST_DEVICE inline int64_t cell_of(const SelectParams& p, int place) {
+  return page_of(static_cast<uint32_t>(place), p.page_size, p.page_shift);  // known to have 32 bits
 }
 
 // The index of a row's key; -1 where none can be made.
-ATTNOPS_HOST_DEVICE inline int32_t index_of(const SelectParams& p, int64_t row, int64_t request, int position) {
+ATTNOPS_HOST_DEVICE inline int32_t find_index(const SelectParams& p, int64_t row, int64_t request, int position) {
+  int64_t index = position;
   if (p.page_table != nullptr) {
-    if (p.lengths_are_ends) position += p.row_starts[row];
-    const int64_t cell = page_of(position, p.page_size, p.page_shift);
-    if (cell >= p.max_pages) return no_slot(p, kReportTableCell, row, position, cell, p.max_pages);
-    const int64_t page = p.page_table[request * p.stride_table + cell];
-    const int64_t slot = page * p.page_size + (position - cell * p.page_size);
-    if (page >= 0 && slot <= INT32_MAX) return static_cast<int32_t>(slot);
-    return no_slot(p, kReportSlotRange, row, position, page, (int64_t{1} << 31) / p.page_size);
+    const int place = place_of(p, row, position);
+    const int64_t cell = cell_of(p, place);
+    const int64_t page = cell < p.max_pages ? p.page_table[request * p.stride_table + cell] : -1;
+    index = page < 0 ? -1 : page * p.page_size + (place - cell * p.page_size);
+  } else if (p.offsets != nullptr) {
+    index = int64_t{p.offsets[row]} + position;
   }
-  if (p.offsets == nullptr) return position;
-  const int64_t index = int64_t{p.offsets[row]} + position;
-  if (index >= 0 && index <= INT32_MAX) return static_cast<int32_t>(index);
-  return no_slot(p, kReportSlotRange, row, position, index, int64_t{1} << 31);
+  return index >= 0 && index <= INT32_MAX ? static_cast<int32_t>(index) : -1;
+}
+
+// Why find_index has found none.
+ATTNOPS_HOST_DEVICE inline void record_no_index(const SelectParams& p, int64_t row, int64_t request, int position) {
+  constexpr uint32_t kIndices = 1u << 31;
+  int64_t value = 0, limit = kIndices;
+  ReportKind kind = kReportSlotRange;
+  if (p.page_table == nullptr) {
+    value = int64_t{p.offsets[row]} + position;
+  } else if (const int64_t cell = cell_of(p, place_of(p, row, position)); cell >= p.max_pages) {
+    kind = kReportTableCell, value = cell, limit = p.max_pages;
+  } else {
+    value = p.page_table[request * p.stride_table + cell], limit = kIndices / static_cast<uint32_t>(p.page_size);
+  }
+  record_fault(p.report, {p.report_op, kind, p.first_row + row, position, value, limit});
+}
+
+// The same as find_index, and records where there is none.
+ATTNOPS_HOST_DEVICE inline int32_t index_of(const SelectParams& p, int64_t row, int64_t request, int position) {
+  const int32_t index = find_index(p, row, request, position);
+  if (index < 0 && p.report != nullptr) record_no_index(p, row, request, position);
+  return index;
 }
 
 }  // namespace attnops::sparse_indexer

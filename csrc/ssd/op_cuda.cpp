@@ -15,7 +15,6 @@ void ssd_decode_cuda(const Tensor& out, const Tensor& states, const Tensor& x, c
                      const OptionalTensor& report) {
   const LinearStep p = checked_decode(
       {out, states, x, dt, a, b, c, d, dt_bias, z, state_indices, out_state_indices, scale, dt_softplus, report});
-  refuse_float_gates("ssd_decode", p);
   const OnDevice guard(x);
   launch(p, current_stream(x));
 }

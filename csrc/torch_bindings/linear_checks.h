@@ -35,13 +35,6 @@ inline DType same_gate_dtype(const char* op, const char* name, const Tensor& gat
   return dtype_of(gate);
 }
 
-// What the CUDA kernels do not read yet.
-inline void refuse_float_gates(const char* op, const LinearStep& p) {
-  if (p.gate_dtype == p.dtype) return;
-  fail(op, std::string("no kernel fits these arguments: on CUDA gates must have the tokens' dtype, ") +
-               name_of(p.dtype) + ", got " + name_of(p.gate_dtype));
-}
-
 // Slots of a pool: int32 [B], on the tokens' device.
 inline const int32_t* checked_slots(const char* op, const char* name, const Tensor& slots, const char* other_name,
                                     const Tensor& other, Dim& count) {

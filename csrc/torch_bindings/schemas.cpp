@@ -268,9 +268,10 @@ STABLE_TORCH_LIBRARY(attnops, m) {
       "Tensor state_indices, Tensor? has_initial_state=None, bool silu=True, Tensor(c!)? report=None) -> ()");
   m.def(
       "causal_conv1d_update(Tensor(a!) out, Tensor(b!) conv_states, Tensor x, Tensor weight, Tensor? bias, "
-      "Tensor state_indices, bool silu=True, Tensor(c!)? report=None) -> ()");
+      "Tensor state_indices, bool silu=True, Tensor(c!)? report=None, Tensor(d!)? windows=None, "
+      "Tensor? tree_mask=None) -> ()");
 
   // linear_state/
-  m.def("copy_states(Tensor(a!) states, Tensor src, Tensor dst, Tensor(b!)? report=None) -> ()");
+  m.def("copy_states(Tensor(a!) states, Tensor src, Tensor dst, Tensor(b!)? report=None, Tensor? source=None) -> ()");
   m.def("clear_states(Tensor(a!) states, Tensor slots, Tensor(b!)? report=None) -> ()");
 }

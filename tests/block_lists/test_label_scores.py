@@ -37,8 +37,8 @@ def problem(device, *, heads=(8, 2), channels=32, page_size=16, dtype=torch.bflo
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("heads", [(8, 2), (5, 5), (33, 3)])
-@pytest.mark.parametrize(("channels", "gap"), [(32, 0), (16, 3), (5, 0), (130, 6)])
+@pytest.mark.parametrize("heads", [(8, 2), (5, 5), (33, 3), (32, 1)])
+@pytest.mark.parametrize(("channels", "gap"), [(32, 0), (64, 8), (128, 0), (16, 0), (16, 3), (5, 0), (130, 6)])
 def test_is_the_largest_product_of_a_group(heads, channels, gap, dtype, device):
     given, expected = problem(device, heads=heads, channels=channels, dtype=dtype, gap=gap)
     scores = torch.full((3, heads[1], 310), UNTOUCHED, device=device)
@@ -47,6 +47,22 @@ def test_is_the_largest_product_of_a_group(heads, channels, gap, dtype, device):
         keys = answer.shape[1]
         torch.testing.assert_close(row[:, :keys].double(), answer, rtol=1e-5, atol=1e-4)
         assert (row[:, keys:] == UNTOUCHED).all()
+
+
+@pytest.mark.gpu
+def test_a_request_scores_the_same_alone_and_among_many():
+    """So many requests that a warp has several tiles of keys."""
+    lengths = torch.randint(0, 330, (520,), generator=torch.Generator().manual_seed(1)).tolist()
+    (q, pages, table, cache_seqlens), expected = problem("cuda", heads=(16, 8), page_size=5, lengths=lengths)
+    scores = torch.full((len(lengths), 8, 331), UNTOUCHED, device="cuda")
+    ops.label_scores(scores, q, pages, table, cache_seqlens)
+    alone = torch.full_like(scores[:1], UNTOUCHED)
+    for b in (0, 77, 519):
+        alone.fill_(UNTOUCHED)
+        ops.label_scores(alone, q[b : b + 1], pages, table[b : b + 1], cache_seqlens[b : b + 1])
+        assert torch.equal(alone[0], scores[b])
+        torch.testing.assert_close(scores[b, :, : lengths[b]].cpu().double(), expected[b], rtol=1e-5, atol=1e-4)
+    assert all((row[:, n:] == UNTOUCHED).all() for row, n in zip(scores.cpu(), lengths))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -19,6 +19,7 @@ from attnops.ops import linear_prefill
 MODEL = os.environ.get("ATTNOPS_CUDA_MODEL")
 pytestmark = pytest.mark.skipif(MODEL is None, reason="ATTNOPS_CUDA_MODEL names no model")
 sys.path.append(str(Path(__file__).parent.parent / "linear"))
+import test_conv_drafts  # noqa: E402
 import test_prefill  # noqa: E402
 import test_verify  # noqa: E402
 
@@ -30,7 +31,7 @@ def model():
     if MODEL is None:
         return
     library = torch.library.Library("attnops_model", "DEF")
-    for op in OPS:
+    for op in [*OPS, "causal_conv1d_update"]:
         schema = str(getattr(torch.ops.attnops, op).default._schema).removeprefix("attnops::")
         library.define(schema)
     torch.ops.load_library(MODEL)
@@ -134,3 +135,15 @@ def test_a_convolution_in_front_equals_the_two_ops(seed):
     assert test_verify.relative(states[[0, 5]], twins[0][[0, 5]]) < 6e-3
     rest = [1, 2, 3, 4, 6]
     assert torch.equal(states[rest], twins[0][rest])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_convolutions_of_drafts_equal_the_cpu(seed):
+    """Drafts alone: the model has no other form of the op. Slots outside the pool are padding."""
+    case, twin = (test_conv_drafts.Drafts(seed, "cpu") for _ in range(2))
+    slots = [2**31 - 1 if seed % 3 == 0 and slot < 0 else slot for slot in case.slots]
+    out, indices = torch.full_like(case.x, float("nan")), torch.tensor(slots, dtype=torch.int32)
+    given = (out, case.states, case.x, case.weight, case.bias, indices, case.silu, None, case.windows, case.tree_mask)
+    torch.ops.attnops_model.causal_conv1d_update(*given)
+    assert test_verify.relative(out, twin.run()) < test_conv_drafts.BOUND[case.io]
+    assert torch.equal(case.windows, twin.windows) and torch.equal(case.states, twin.states)

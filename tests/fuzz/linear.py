@@ -159,15 +159,27 @@ def right_convolved_step(draw: Draw) -> None:
     out.check("out")
 
 
+def _tree(draw: Draw, batch: int, count: int) -> tuple[Tensor, list[list[list[int]]]]:
+    """A packed mask, whose rows may hold bits of no meaning, and the ancestors of each draft."""
+    mask, ancestors = torch.zeros(batch, count, (count + 7) // 8, dtype=torch.uint8), []
+    for i in range(batch):
+        ancestors.append([[a for a in range(t) if draw.chance(0.5)] for t in range(count)])
+        for t, own in enumerate(ancestors[i]):
+            for bit in [*own, *(b for b in range(t, 8 * mask.shape[2]) if draw.chance(0.3))]:
+                mask[i, t, bit // 8] |= 1 << bit % 8
+    return mask.to(draw.device), ancestors
+
+
 def right_convolution(draw: Draw) -> None:
     """`causal_conv1d` and its update."""
     io, width = draw.pick(FLOATS), draw.pick([2, 3, 4])
     channels, batch = draw.pick([1, 8, 33, 64, 200]), draw.pick([0, 1, 3, 20])
     update = draw.chance(0.4)
+    drafts = update and draw.chance(0.5)
     counts = [draw.pick([1, 2, 5])] * batch if update else [draw.length(150) for _ in range(batch)]
     spare = 0 if update else draw.pick([0, 3])
     total, num_slots = sum(counts) + spare, batch + 2
-    draw.note(update=update, io=io, C=channels, W=width, counts=counts, spare=spare)
+    draw.note(update=update, drafts=drafts, io=io, C=channels, W=width, counts=counts, spare=spare)
     x, weight = draw.normal(total, channels).to(io), draw.normal(channels, width).to(io)
     bias = draw.normal(channels).to(io) if draw.chance(0.5) else None
     before = draw.normal(num_slots, channels, width - 1).to(io)
@@ -179,7 +191,11 @@ def right_convolution(draw: Draw) -> None:
     given = {"conv_states": states, "state_indices": index_tensor(draw, slots), "silu": silu, "out": out.view}
     if update:
         draw.saw("op causal_conv1d_update")
-        ops.causal_conv1d_update(strided(draw, x), *weights, **given)
+        count = counts[0] if counts else draw.pick([0, 3])
+        windows = torch.zeros(batch, count, channels, width - 1, dtype=io)
+        windows = _any_strides(draw, windows) if drafts else None
+        mask, ancestors = _tree(draw, batch, count) if drafts and draw.chance(0.6) else (None, None)
+        ops.causal_conv1d_update(strided(draw, x), *weights, windows=windows, tree_mask=mask, **given)
     else:
         draw.saw("op causal_conv1d")
         bounds = index_tensor(draw, torch.tensor([0, *counts]).cumsum(0).tolist())
@@ -189,6 +205,15 @@ def right_convolution(draw: Draw) -> None:
     for i, (count, slot) in enumerate(zip(counts, slots)):
         if slot >= 0 and count:
             start = before[slot].double() * (initial is None or initial[i])
+            if drafts:
+                for t in range(count):
+                    path = [*(range(t) if ancestors is None else ancestors[i][t]), t]
+                    part, new = convolve(*doubles(x[row : row + count][path], weight, bias), start, silu)
+                    expected[row + t] = part[-1]
+                    if not torch.equal(windows[i, t].cpu(), new.to(io)):
+                        raise Failure("windows are not the last inputs")
+                row += count
+                continue
             part, new = convolve(*doubles(x[row : row + count], weight, bias), start, silu)
             expected[row : row + count], after[slot] = part, new.to(io)
         row += count
@@ -206,18 +231,22 @@ def right_states(draw: Draw) -> None:
     states, expected = before.to(draw.device, copy=True), before.clone()
     order = draw.permutation(slots).tolist()
     half = slots // 2
-    src, dst = order[:half], order[half : 2 * half]
+    src, dst, taken = order[:half], order[half : 2 * half], before
     dst = [slot if draw.chance(0.8) else -1 for slot in dst]
     draw.note(dtype=dtype, layers=layers, inner=inner, src=src, dst=dst)
     if draw.chance(0.5):
         draw.saw("op copy_states")
-        ops.copy_states(states, index_tensor(draw, src), index_tensor(draw, dst))
+        source = None
+        if draw.chance(0.4):  # any slots of another pool
+            taken = draw.normal(layers, draw.pick([1, 3, 20]), *inner).to(dtype)
+            source, src = taken.to(draw.device, copy=True), [draw.number(0, taken.shape[1] - 1) for _ in dst]
+        ops.copy_states(states, index_tensor(draw, src), index_tensor(draw, dst), source=source)
     else:
         draw.saw("op clear_states")
         ops.clear_states(states, index_tensor(draw, dst))
-    for source, target in zip(src, dst):
+    for slot, target in zip(src, dst):
         if target >= 0:
-            expected[:, target] = before[:, source] if "op copy_states" in draw.seen else 0
+            expected[:, target] = taken[:, slot] if "op copy_states" in draw.seen else 0
     if not torch.equal(states.cpu(), expected):
         raise Failure("states differ")
 

@@ -67,8 +67,6 @@ FREE = {
     ("causal_conv1d", "x"): {0},  # more rows are padding
     ("causal_conv1d", "conv_states"): {0},
     ("causal_conv1d_update", "conv_states"): {0},
-    ("causal_conv1d_update", "x"): {0},  # any number of tokens for each request
-    ("causal_conv1d_update", "state_indices"): {0},
     ("copy_states", "states"): {0, 1, 2},
     ("clear_states", "states"): {0, 1, 2},
     ("clear_states", "slots"): {0},
@@ -106,7 +104,7 @@ ANY_DTYPE = {("pack_tree_mask", "mask"): {torch.bool}}
 ANY_RANK = {("copy_states", "states"), ("clear_states", "states")}
 # Arguments that may have any stride.
 ANY_STRIDE = {"out_cache_loc", "req_pool_indices", "slots", "slot_map", "bonus_tokens", "target_predict", "mask_indptr"}
-ANY_STRIDE |= {"a", "b", "dt", "conv_states", "block_seqlens"}
+ANY_STRIDE |= {"a", "b", "dt", "conv_states", "windows", "block_seqlens"}
 NUMBERS = {
     "softmax_scale": [math.nan, math.inf, -math.inf],
     "logit_cap": [-1.0, math.nan, math.inf],

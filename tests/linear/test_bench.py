@@ -79,6 +79,18 @@ def test_a_cpus_floor_is_a_copy_in_the_same_turns():
     assert row.peer == "attnops" and abs(floor / 1e3 / row.ms - share) < 0.1
 
 
+@pytest.mark.parametrize("tree", [False, True])
+def test_convolutions_of_drafts_are_timed(tree, monkeypatch):
+    given, update = [], ops.causal_conv1d_update
+    monkeypatch.setattr(ops, "causal_conv1d_update", lambda *args, **more: given.append(more) or update(*args, **more))
+    bench = bench_linear.Bench("cpu", 1)
+    bench.convolve_drafts(2, 5, 16, tree)
+    (row,) = bench.records
+    assert row.case == "causal_conv1d_drafts" and "floor" in row.note and given[0]["windows"].shape == (2, 5, 16, 3)
+    mask = given[0]["tree_mask"]
+    assert (mask is None) != tree and (mask is None or mask[1].flatten().tolist() == [1, 3, 5, 11, 19])
+
+
 class Named(Peers):
     """Nothing is looked for."""
 

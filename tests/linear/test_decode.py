@@ -75,7 +75,7 @@ def test_the_delta_rule_equals_float64(seed, device, monkeypatch):
     q, k = draw.tensor(batch, groups, keys, dtype=io), draw.tensor(batch, groups, keys, dtype=io)
     v = draw.tensor(batch, heads, rows, dtype=io)
     shape = (batch, heads, keys) if channels else (batch, heads)
-    gate = r.choice([io, torch.float32]) if device == "cpu" else io
+    gate = r.choice([io, torch.float32])
     a, b = draw.tensor(*shape, dtype=gate, scale=2), draw.tensor(batch, heads, dtype=gate)
     options = {"scale": r.choice([None, 0.5]), "qk_l2norm": r.random() < 0.7, "lower_bound": 0.0}
     if gated:
@@ -246,11 +246,7 @@ def test_state_spaces_equal_float64(seed, device, monkeypatch):
     heads, keys, rows = groups * r.choice([1, 4]), r.choice([64, 128, 256, 24]), r.choice([64, 128, 50])
     x = draw.tensor(batch, heads, rows, dtype=io)
     B, C = draw.tensor(batch, groups, keys, dtype=io), draw.tensor(batch, groups, keys, dtype=io)
-    dt = (
-        draw.tensor(batch, heads, dtype=r.choice([io, torch.float32]) if device == "cpu" else io)
-        if r.random() < 0.7
-        else None
-    )
+    dt = draw.tensor(batch, heads, dtype=r.choice([io, torch.float32])) if r.random() < 0.7 else None
     softplus = dt is not None and r.random() < 0.7
     dt = dt if dt is None or softplus else dt.abs()
     bias = draw.per_head(heads) if softplus else None
@@ -270,6 +266,51 @@ def test_state_spaces_equal_float64(seed, device, monkeypatch):
     given = doubles(x, dt, A, B, C, D, bias, z)
     after, expected = ssd_step(S, *given, scale, softplus)
     check(states, before, after, slots, out, expected, io, slots)
+
+
+def steps_of_gates(draw, op, io, keys, rows, channelwise, gated):
+    """What a decode op writes, as a function of the gates' dtype. The gates' numbers are of 16 bits."""
+    batch, groups, heads, device = 5, 2, 4, draw.device
+    v, slots = draw.tensor(batch, heads, rows, dtype=io), indices_of([0, 6, -1, 3, 4], device)
+    k, q = draw.tensor(batch, groups, keys, dtype=io), draw.tensor(batch, groups, keys, dtype=io)
+    a, b = draw.tensor(batch, heads, *([keys] if channelwise else []), dtype=io), draw.tensor(batch, heads, dtype=io)
+    a = a if gated else -a.abs()
+    rates, bias, pool = draw.per_head(heads), draw.per_head(*a.shape[1:]), draw.tensor(7, heads, rows, keys)
+    given = {"A_log": rates, "dt_bias": bias} if gated else {}
+    weight = draw.per_head((2 * groups * keys + heads * rows), 4).to(io)
+    inputs = draw.per_head(7, len(weight), 3).to(io)
+    x = torch.cat([t.flatten(1) for t in (q, k, v)], 1)
+
+    def run(dtype):
+        states, conv, own = pool.clone(), inputs.clone(), (a.to(dtype), b.to(dtype))
+        options = {"states": states, "state_indices": slots}
+        if op == "ssd_decode":
+            extra = {"dt_bias": rates, "dt_softplus": True} if gated else {}
+            out = ops.ssd_decode(v, own[1].abs(), -rates.abs(), k, q, **extra, **options)
+        elif op == "delta_decode":
+            out = ops.delta_decode(q, k, v, *own, **given, **options)
+        else:
+            options |= {"num_k_heads": groups, "conv_states": conv}
+            out = ops.delta_conv_decode(x, weight, None, *own, **given, **options)
+        return out, states, conv
+
+    return run
+
+
+def indices_of(values, device):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("io", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("keys, rows", [(128, 128), (64, 64), (256, 40), (100, 7)])
+@pytest.mark.parametrize("gated", [False, True], ids=["values", "logits"])
+@pytest.mark.parametrize("op", ["delta_decode", "delta_decode of channels", "ssd_decode", "delta_conv_decode"])
+def test_float32_gates_give_the_bits_of_16_bit_ones(op, gated, keys, rows, io, device):
+    """Where the numbers are the same. Others change the result."""
+    run = steps_of_gates(Draw(11, device), op.split()[0], io, keys, rows, "channels" in op, gated)
+    short, wide = run(io), run(torch.float32)
+    assert all(map(torch.equal, short, wide)) and short[0].isfinite().all() and not short[0][2].any()
 
 
 @pytest.mark.parametrize("device", DEVICES)

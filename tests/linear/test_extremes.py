@@ -215,7 +215,20 @@ def test_convolutions_of_more_than_2_to_the_31_elements(device):
     def run(states, slot):
         given = {"conv_states": states, "state_indices": indices([slot], device)}
         out = [ops.causal_conv1d(x, weight, None, cu_seqlens=indices([0, 5], device), **given)]
+        windows = torch.empty(1, 2, channels, 3, dtype=torch.bfloat16, device=device)
+        out += [ops.causal_conv1d_update(x[:2], weight, None, windows=windows, **given), windows]
         return [*out, ops.causal_conv1d_update(x[:2], weight, None, **given), states[slot].clone()]
 
     for got, expected in zip(run(pool, len(pool) - 1), run(small, 0)):
         assert torch.equal(got, expected)
+    # The pool as the windows of drafts: those of the last request lie behind 2^31 elements.
+    windows, requests = pool[: len(pool) // 4 * 4].view(-1, 4, channels, 3), len(pool) // 4
+    slots = indices([-1] * (requests - 1) + [0], device)
+    many = x[:1].expand(4 * requests, channels)
+    ops.causal_conv1d_update(many, weight, None, conv_states=small, state_indices=slots, windows=windows)
+    expected = torch.empty(1, 4, channels, 3, dtype=torch.bfloat16, device=device)
+    given = {"conv_states": small, "state_indices": indices([0], device), "windows": expected}
+    ops.causal_conv1d_update(many[:4], weight, None, **given)
+    assert torch.equal(windows[-1], expected[0])
+    ops.copy_states(small[None], indices([len(pool) // 4 * 4 - 1], device), indices([0], device), source=pool[None])
+    assert torch.equal(small[0], expected[0, 3])

@@ -252,6 +252,36 @@ def test_convolutions(update, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+def test_convolutions_of_drafts_and_their_commits(tree, device):
+    channels, drafts = 96, 4
+    call = Call(device)
+    call.normal("x", drafts * BATCH, channels)
+    call.normal("weight", channels, 4)
+    for name in ("slots", "kept"):
+        call.ints(name, BATCH)
+    call.given["tree_mask"] = torch.zeros(BATCH, drafts, 1, dtype=torch.uint8, device=device)
+    call.keep("conv_states", SLOTS, channels, 3, dtype=torch.bfloat16)
+    call.keep("windows", BATCH, drafts, channels, 3, dtype=torch.bfloat16)
+    call.keep("out", drafts * BATCH, channels, dtype=torch.bfloat16)
+
+    def draw(r):
+        call.put("slots", slots_of(r))
+        call.put("kept", [r.choice([-1, *range(i * drafts, (i + 1) * drafts)]) for i in range(BATCH)])
+        call.put("tree_mask", [r.randrange(256) for _ in range(BATCH * drafts)])
+        call.fresh(r, "x")
+
+    def run():
+        given, written = call.given, call.written
+        options = {**written, "tree_mask": given["tree_mask"] if tree else None, "state_indices": given["slots"]}
+        ops.causal_conv1d_update(given["x"], given["weight"], None, **options)
+        source = written["windows"].flatten(0, 1)[None]
+        ops.copy_states(written["conv_states"][None], given["kept"], given["slots"], source=source)
+
+    call.check(draw, run)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["gdn", "kda"])
 def test_a_convolution_in_front(kind, device):
     call, channels = Call(device), 2 * H * K + HV * V

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from attnops import ops
 from attnops.backends import GDNAttnBackend
 from attnops.pools import HybridReqToTokenPool, MambaPool
 from attnops.types import AttentionBatch, ForwardMode
@@ -97,6 +98,27 @@ def test_trees_are_verified(kind, path):
         check(engine, logits, engine.running)
     else:  # the token that was taken back has its place taken by another
         check(engine, logits[2:], engine.running[1:])
+
+
+@pytest.mark.parametrize("kind", ["gdn", "short_conv"])
+def test_drafts_are_convolved_by_one_op_and_kept_by_one_copy(kind, monkeypatch):
+    """A call a layer, and one for all layers."""
+    engine = make_engine(kind, host=Keeping(), drafts=MOST)
+    engine.add(prompt(9, 1), prompt(4, 2))
+    calls = []
+    for name in ("causal_conv1d_update", "copy_states", "causal_conv1d"):
+        op = getattr(ops, name)
+        monkeypatch.setattr(ops, name, lambda *a, name=name, op=op, **g: calls.append(name) or op(*a, **g))
+    engine.verify([prompt(2, 5), prompt(2, 6)])
+    layers = len(engine.backend.linear_attn_backend.layers)
+    assert calls == ["causal_conv1d_update"] * layers and layers > 1
+    pool, before = engine.rows.mamba_pool, engine.rows.mamba_pool.states.conv.clone()
+    keep(engine, [[0, 1], []])
+    assert calls[layers:] == ["copy_states"]
+    first, second = (engine.rows.mamba_slot(request.row) for request in engine.running)
+    assert torch.equal(pool.states.conv[:, second], before[:, second]), "nothing accepted"
+    assert not torch.equal(pool.states.conv[:, first], before[:, first])
+    assert torch.equal(pool.states.conv[:, first, :, :-2], before[:, first, :, 2:]), "two inputs on"
 
 
 @pytest.mark.parametrize("host", [partial(Captured, sizes=[3]), Segments, Piecewise])

@@ -52,10 +52,10 @@ class Delta:
         return out.unflatten(0, (B, -1))
 
     def steps(self, first, last):
-        """The same of `delta_decode`, whose gates are of the tokens' dtype on CUDA: float32 there."""
+        """The same of `delta_decode`."""
         rows, where = [], {"states": self.states, "state_indices": indices(range(B), self.device)}
         for t in range(first, last):
-            rows.append(ops.delta_decode(*(x[:, t].float() for x in self.tokens), **where))
+            rows.append(ops.delta_decode(*(x[:, t] for x in self.tokens), **where))
         return torch.stack(rows, 1)
 
     def check(self, function, io, form, count=T, **options):

@@ -103,6 +103,15 @@ CALLS = {
     "causal_conv1d_update": lambda: [normal(6, 5), *CONV(6), normal(5), indices(2, -1), True, REPORT()],
     "causal_conv1d_update unchecked": lambda: [normal(6, 5), *CONV(6), None, indices(2, 0), False],
     "copy_states": lambda: [normal(3, SLOTS, HV, V), indices(1, 2), indices(4, -1), REPORT()],
+    "causal_conv1d_update of drafts": lambda: [
+        normal(6, 5), *CONV(6), None, indices(2, -1), True, REPORT(), normal(B, T, 5, 3), tree(),
+    ],
+    "causal_conv1d_update of a chain": lambda: [
+        normal(6, 5), *CONV(6), normal(5), indices(2, 0), False, None, normal(B, T, 5, 3), None,
+    ],
+    "copy_states from elsewhere": lambda: [
+        normal(3, SLOTS, HV, V), indices(1, 2), indices(4, -1), None, normal(3, 5, HV, V),
+    ],
     "copy_states unchecked": lambda: [normal(3, SLOTS, HV, V), indices(1, 2), indices(4, 0)],
     "clear_states": lambda: [normal(3, SLOTS, HV, V), indices(1, -1), REPORT()],
     "clear_states unchecked": lambda: [normal(3, SLOTS, HV, V), indices(1, 2)],
@@ -138,4 +147,6 @@ def test_the_schema_of_an_op_names_what_it_writes():
     rows = {"ring_u", "ring_k", "ring_decay"}
     assert written["delta_verify"] == written["ssd_verify"] == {"out", *rows, "report"}, "states are only read"
     assert written["delta_commit"] == written["ssd_commit"] == {"states", *rows, "ring_len", "report"}
+    assert written["causal_conv1d_update"] == {"out", "conv_states", "windows", "report"}
+    assert written["copy_states"] == {"states", "report"}
     assert written["delta_plan"] == written["ssd_plan"] == {"plan"}

@@ -74,6 +74,8 @@ def calls(slots):
         ),
         "convolve": lambda: ops.causal_conv1d(x, weight, None, cu_seqlens=bounds, **conv),
         "update": lambda: ops.causal_conv1d_update(x, weight, None, **conv),
+        "drafts": lambda: ops.causal_conv1d_update(x, weight, None, windows=torch.zeros(n, 1, 4, 3), **conv),
+        "windows": lambda: ops.copy_states(states[None], indices([0] * n), indices(slots), source=states[None].clone()),
         "prefill": lambda: ops.delta_prefill(q, q, v, gate, gate, states=states, **prompts, **at),
         "verify": lambda: ops.delta_verify(q, q, v, gate, gate, states=states, **rings),
         "commit": lambda: ops.delta_commit(states, torch.zeros(n, 1, dtype=torch.int32), indices([1] * n), **rings),

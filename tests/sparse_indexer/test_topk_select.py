@@ -16,6 +16,7 @@ DISTRIBUTIONS = {
     "normal": lambda *shape: torch.randn(shape),
     "all equal": lambda *shape: torch.full(shape, 2.5),
     "one bin": lambda *shape: 1 + 1e-6 * torch.randint(0, 60, shape),
+    "one bin, all different": lambda *shape: 1 + 0.2 * torch.rand(shape),
     "few values": lambda *shape: torch.randint(-3, 4, shape).float(),
     "specials": lambda *shape: torch.tensor([NAN, INF, -INF, 0.0, -0.0, 1.0, -1.0])[torch.randint(0, 7, shape)],
     "not one number": lambda *shape: torch.full(shape, NAN),
@@ -64,15 +65,20 @@ def test_long_rows(name, columns, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("columns", "k"), [(16385, 2048), (20003, 7), (70001, 2048), (131072, 512), (131073, 512)])
+@pytest.mark.parametrize(
+    ("columns", "k"),
+    [(8193, 2048), (9000, 1700), (12001, 64), (16385, 2048), (20003, 7), (70001, 2048), (131072, 512), (131073, 512)],
+)
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_many_long_rows(name, columns, k, dtype):
-    """A GPU gives each a CTA, which reads it twice. Eight rows, over and over, that start anywhere."""
-    lengths = [columns, columns - 1, 5 * k, 5 * k - 1, k, 0, columns // 2, 16000]
-    starts = [0, 1, 5, 2, 3, 0, 7, 11]
-    some = DISTRIBUTIONS[name](8, columns).to(dtype).cuda()
-    times = -(-3 * torch.cuda.get_device_properties(0).multi_processor_count // 8) + 1
-    indices = torch.full((8 * times, k), -7, dtype=torch.int32, device="cuda")
+    """A GPU gives each a CTA, which reads it twice. Ten rows, over and over, that start anywhere."""
+    starts = [0, 1, 5, 2, 3, 0, 7, 11, 1, 0]
+    lengths = [columns, columns - 1, 5 * k, 5 * k - 1, k, 0, columns // 2, 16000, 6 * k, 6 * k - 1]
+    lengths = [min(length, columns - start) for start, length in zip(starts, lengths)]
+    rows = len(lengths)
+    some = DISTRIBUTIONS[name](rows, columns).to(dtype).cuda()
+    times = 3 * torch.cuda.get_device_properties(0).multi_processor_count // rows + 1
+    indices = torch.full((rows * times, k), -7, dtype=torch.int32, device="cuda")
     ops.topk_select(
         some.repeat(times, 1),
         ints(lengths * times, "cuda"),
@@ -80,7 +86,7 @@ def test_many_long_rows(name, columns, k, dtype):
         row_starts=ints(starts * times, "cuda"),
         indices=indices,
     )
-    few = torch.empty_like(indices[:8])
+    few = torch.empty_like(indices[:rows])
     ops.topk_select(some, ints(lengths, "cuda"), k, row_starts=ints(starts, "cuda"), indices=few)
     assert torch.equal(indices, few.repeat(times, 1))
     expected = reference.topk_select(some.cpu(), lengths, k, row_starts=starts)
@@ -117,6 +123,48 @@ def test_positions_become_slots_of_pages(page_size, device):
     table[:, 8:] = -1  # of shorter rows, nothing behind their pages matters
     short = [8 * page_size] * 4 if page_size > 1 else [8, 3, 1, 0]
     check(logits[:4], [min(n, columns) for n in short], k, device, page_table=table.to(device), page_size=page_size)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("columns", "k"), [(1, 1), (3, 2048), (889, 2048), (889, 890), (889, 889), (2048, 2048)])
+def test_rows_without_more_columns_than_k(columns, k, dtype, device):
+    """All keys, whatever they are: NaN too. Nothing but their number decides."""
+    lengths = [columns, columns - 1, 0, -5, 1, columns // 2, columns, columns] * 20
+    starts = [0, 1, 0, 0, columns - 1, columns // 2, 0, 0] * 20
+    lengths = [min(length, columns - start) for start, length in zip(starts, lengths)]
+    logits = DISTRIBUTIONS["specials"](len(lengths), columns).to(dtype).to(device)
+    check(logits, lengths, k, device, row_starts=starts)
+    check(logits, lengths, k, device, offsets=list(range(len(lengths))), row_starts=starts)
+    for page_size in (1, 3, 64):
+        width = -(-columns // page_size)
+        table = torch.randint(0, 2**31 // page_size, (9, width + 4), dtype=torch.int32)
+        for first in (0, 1):  # a row of the table may begin anywhere
+            own = table.to(device)[:, first:]
+            used = {"page_table": own, "row_to_request": [row % 9 for row in range(len(lengths))]}
+            check(logits, lengths, k, device, page_size=page_size, row_starts=starts, **used)
+    wide = torch.full((len(lengths), k + 9), -9, dtype=torch.int32, device=device)
+    indices, positions = wide[:, 3 : 3 + k], torch.empty(len(lengths), k, dtype=torch.int32, device=device)
+    ops.topk_select(logits, ints(lengths, device), k, indices=indices, positions=positions)
+    assert torch.equal(indices.cpu(), reference.topk_select(logits, lengths, k)[0])
+    assert torch.equal(positions, indices)
+    assert (wide[:, :3] == -9).all() and (wide[:, 3 + k :] == -9).all(), "wrote outside its slice"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_pages_that_no_slot_has_give_no_index(device):
+    """Whole groups of four cells, and single ones, that are negative, too high, or not of the table."""
+    table = torch.arange(24, dtype=torch.int32).view(2, 12).contiguous()
+    table[0, 4:8] = -1
+    table[1, 5], table[1, 6] = -7, 2**31 - 1
+    for columns in (12, 14):
+        logits, lengths = torch.randn(2, columns).to(device), ints([columns, columns], device)
+        got = ops.topk_select(logits, lengths, 16, page_table=table.to(device), report=new_report(device)).cpu()
+        expected = torch.full((2, 16), -1, dtype=torch.int32)
+        expected[:, :12] = table.clamp(min=-1)
+        assert torch.equal(got, expected)
+        if device == "cuda":  # without a report, four at a time
+            assert torch.equal(ops.topk_select(logits, lengths, 16, page_table=table.to(device)).cpu(), expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -185,7 +185,10 @@ def linear_arguments() -> dict[str, dict[str, Any]]:
         | {"has_initial_state": torch.ones(2, dtype=torch.uint8)}
         | conv
         | slots,
-        "causal_conv1d_update": {"x": torch.randn(2, 6)} | conv | slots,
+        "causal_conv1d_update": {"x": torch.randn(2, 6), "windows": torch.randn(2, 1, 6, 3)}
+        | {"tree_mask": torch.ones(2, 1, 1, dtype=torch.uint8)}
+        | conv
+        | slots,
         "copy_states": {"states": pool, "src": torch.tensor([0, 1]).int(), "dst": torch.tensor([2, 3]).int()},
         "clear_states": {"states": pool, "slots": torch.tensor([1, 3]).int()},
     }

@@ -14,7 +14,7 @@
 // it would be waited for there: loads behind a thread's last token read that token again.
 namespace attnops::causal_conv1d {
 
-// How the states lie.
+// How the states lie, or the windows of drafts.
 enum class StateLayout {
   kAny,
   kChannels,  // a channel's inputs side by side, channel after channel
@@ -233,7 +233,9 @@ struct Walk {
     }
   }
 
-  __device__ void store_state(const Lane (&state)[kHistory], T* to, StateLayout layout) const {
+  // `strides`: whose stride_channel and stride_time are those of `to`.
+  template <typename Strides>
+  __device__ static void store_state(const Lane (&state)[kHistory], T* to, StateLayout layout, const Strides& strides) {
     if (layout == StateLayout::kChannels) {
 #pragma unroll
       for (int v = 0; v < kHistory; ++v) {
@@ -245,12 +247,13 @@ struct Walk {
 #pragma unroll
     for (int j = 0; j < kHistory; ++j) {
       if (layout == StateLayout::kTimes) {
-        state[j].store(to + j * p.stride_time);
+        state[j].store(to + j * strides.stride_time);
         continue;
       }
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
-        Elements<T, 1>::of([&](int) { return state[j].bits(i); }).store(to + i * p.stride_channel + j * p.stride_time);
+        const auto bits = [&](int) { return state[j].bits(i); };
+        Elements<T, 1>::of(bits).store(to + i * strides.stride_channel + j * strides.stride_time);
       }
     }
   }
@@ -281,7 +284,7 @@ struct Walk {
           if (count == moved) newest[j] = window[j + moved];
         }
       }
-      store_state(newest, slot, layout);
+      store_state(newest, slot, layout, p);
     } else {
 #pragma unroll
       for (int j = 0; j < kHistory; ++j) window[j] = Lane::load(x(max_of(begin - kHistory + j, first)));
@@ -399,6 +402,61 @@ __global__ void __launch_bounds__(kThreads)
   const Walk<T, kVec, kWidth, kAhead> walk(p, channel);
   const int64_t first = p.first_token(request), last = p.first_token(request + 1);
   exists ? walk.convolve(request, first, last, first, last, layout) : walk.clear(first, last);
+}
+
+// Drafts: a CTA for some of a request's, and a block of channels. All that they read is asked for before the first of
+// them is computed; what an ancestor has already asked for comes from the first cache.
+template <typename T, int kVec, int kWidth, int kDrafts, int kThreads, int kBlocks>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    drafts_kernel(const __grid_constant__ DraftParams p, StateLayout states, StateLayout windows, int groups,
+                  int across) {
+  using Channels = Walk<T, kVec, kWidth, 1>;
+  using Lane = typename Channels::Lane;
+  constexpr int kHistory = kWidth - 1;
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
+  check_requests(p.conv);
+  const int64_t request = blockIdx.x / across / groups;
+  const int begin = static_cast<int>(blockIdx.x / across % groups) * kDrafts, end = min_of(begin + kDrafts, p.drafts);
+  const int64_t channel = (int64_t{blockIdx.x % across} * kThreads + threadIdx.x) * kVec;
+  if (channel >= p.conv.channels) return;
+  const Channels walk(p.conv, channel);
+  const int64_t first = p.conv.first_token(request);
+  if (!p.conv.in_pool(request)) return walk.clear(first + begin, first + end);
+
+  Lane state[kHistory], inputs[kDrafts][kWidth];
+  int places[kDrafts][kHistory];
+  walk.load_state(state, walk.states(p.conv.state_indices[request]), states);
+#pragma unroll
+  for (int d = 0; d < kDrafts; ++d) {
+    const int draft = min_of(begin + d, p.drafts - 1);
+    p.places_of(request, draft, kHistory, places[d]);
+#pragma unroll
+    for (int j = 0; j < kHistory; ++j) {
+      inputs[d][j] = Lane::load(walk.x(first + (places[d][j] < 0 ? draft : places[d][j])));
+    }
+    inputs[d][kHistory] = Lane::load(walk.x(first + draft));
+  }
+  T* to = static_cast<T*>(p.windows) + request * p.stride_request + channel * p.stride_channel;
+#pragma unroll
+  for (int d = 0; d < kDrafts; ++d) {
+    if (begin + d >= end) return;
+    float window[kWidth][kVec];
+    Lane left[kHistory];
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      Lane input = inputs[d][j];
+#pragma unroll
+      for (int i = 0; i < kHistory; ++i) {
+        if (j < kHistory && places[d][j] == i - kHistory) input = state[i];
+      }
+      Channels::unpack(window[j], input);
+      if (j > 0) left[j - 1] = input;
+    }
+    Channels::store_state(left, to + (begin + d) * p.stride_draft, windows, p);
+    const Lane result = p.conv.silu ? walk.template sum_of<true>(window, 0) : walk.template sum_of<false>(window, 0);
+    result.store(walk.out(first + begin + d));
+  }
 }
 
 }  // namespace attnops::causal_conv1d

@@ -15,12 +15,26 @@ constexpr int64_t kBusyBlocks = 528;        // four for each SM of a large GPU
 constexpr int kUpdateThreads = 64;
 constexpr int64_t kUpdateTokens = 16;  // more of a request are shared out among CTAs
 
-StateLayout layout_of(const Params& p, int vec) {
-  const int size = size_of(p.dtype), history = p.width - 1;
-  const bool slots = rows_aligned(p.states, size, vec * size, p.stride_slot);
-  if (slots && p.stride_channel == history && (history == 1 || p.stride_time == 1)) return StateLayout::kChannels;
-  if (slots && p.stride_channel == 1 && p.stride_time % vec == 0) return StateLayout::kTimes;
+constexpr int kDraftsEach = 2;   // of a thread
+constexpr int kDraftBlocks = 8;  // of an SM: 128 registers a thread
+
+// `slots`: whether each begins where an access may.
+StateLayout layout_of(bool slots, int64_t stride_channel, int64_t stride_time, int history, int vec) {
+  if (slots && stride_channel == history && (history == 1 || stride_time == 1)) return StateLayout::kChannels;
+  if (slots && stride_channel == 1 && stride_time % vec == 0) return StateLayout::kTimes;
   return StateLayout::kAny;
+}
+
+StateLayout layout_of(const Params& p, int vec) {
+  const int size = size_of(p.dtype);
+  return layout_of(rows_aligned(p.states, size, vec * size, p.stride_slot), p.stride_channel, p.stride_time,
+                   p.width - 1, vec);
+}
+
+StateLayout layout_of(const DraftParams& p, int vec) {
+  const int size = size_of(p.conv.dtype);
+  return layout_of(rows_aligned(p.windows, size, vec * size, p.stride_request, p.stride_draft), p.stride_channel,
+                   p.stride_time, p.conv.width - 1, vec);
 }
 
 LaunchShape shape_of(int64_t blocks, int threads) {
@@ -53,11 +67,28 @@ void launch_conv(const Params& p, CUstream_st* stream) {
   launch_width<T, kVec, 4>(p, stream);
 }
 
+template <typename T, int kVec, int kWidth>
+void launch_draft_width(const DraftParams& p, CUstream_st* stream) {
+  const int64_t across = ceil_div<int64_t>(p.conv.channels, int64_t{kVec} * kUpdateThreads);
+  const int groups = ceil_div(p.drafts, kDraftsEach);
+  launch_dependent<&drafts_kernel<T, kVec, kWidth, kDraftsEach, kUpdateThreads, kDraftBlocks>>(
+      "drafts_kernel", shape_of(p.conv.batch_size * groups * across, kUpdateThreads), stream, p,
+      layout_of(p.conv, kVec), layout_of(p, kVec), groups, static_cast<int>(across));
+}
+
+template <typename T, int kVec>
+void launch_conv_drafts(const DraftParams& p, CUstream_st* stream) {
+  if (p.conv.width == 2) return launch_draft_width<T, kVec, 2>(p, stream);
+  if (p.conv.width == 3) return launch_draft_width<T, kVec, 3>(p, stream);
+  launch_draft_width<T, kVec, 4>(p, stream);
+}
+
 struct Impl {
   const char* name;
   DType dtype;
   int vec;  // elements of an access
   void (*launch)(const Params&, CUstream_st*);
+  void (*launch_drafts)(const DraftParams&, CUstream_st*);
 
   std::string reject(const Params& p) const {
     if (p.dtype != dtype) return std::string("takes ") + name_of(dtype) + ", got " + name_of(p.dtype);
@@ -69,13 +100,15 @@ struct Impl {
   }
 };
 
+template <typename T, int kVec>
+constexpr Impl impl_of(const char* name, DType dtype) {
+  return {name, dtype, kVec, &launch_conv<T, kVec>, &launch_conv_drafts<T, kVec>};
+}
+
 constexpr Impl kImpls[] = {
-    {"bf16_vec", DType::kBFloat16, 8, &launch_conv<__nv_bfloat16, 8>},
-    {"fp16_vec", DType::kFloat16, 8, &launch_conv<__half, 8>},
-    {"fp32_vec", DType::kFloat32, 4, &launch_conv<float, 4>},
-    {"bf16_any", DType::kBFloat16, 1, &launch_conv<__nv_bfloat16, 1>},
-    {"fp16_any", DType::kFloat16, 1, &launch_conv<__half, 1>},
-    {"fp32_any", DType::kFloat32, 1, &launch_conv<float, 1>},
+    impl_of<__nv_bfloat16, 8>("bf16_vec", DType::kBFloat16), impl_of<__half, 8>("fp16_vec", DType::kFloat16),
+    impl_of<float, 4>("fp32_vec", DType::kFloat32),          impl_of<__nv_bfloat16, 1>("bf16_any", DType::kBFloat16),
+    impl_of<__half, 1>("fp16_any", DType::kFloat16),         impl_of<float, 1>("fp32_any", DType::kFloat32),
 };
 
 }  // namespace
@@ -83,6 +116,11 @@ constexpr Impl kImpls[] = {
 void launch(const Params& params, CUstream_st* stream) {
   if (params.num_tokens == 0 || params.channels == 0) return;  // a grid of zero CTAs is a launch error
   select_impl("causal_conv1d", kImpls, params).launch(params, stream);
+}
+
+void launch_drafts(const DraftParams& params, CUstream_st* stream) {
+  if (params.conv.num_tokens == 0 || params.conv.channels == 0) return;
+  select_impl("causal_conv1d", kImpls, params.conv).launch_drafts(params, stream);
 }
 
 }  // namespace attnops::causal_conv1d

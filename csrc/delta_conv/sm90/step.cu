@@ -54,7 +54,9 @@ bool launch_state(const causal_conv1d::Params& conv, const LinearStep& p, cudaSt
 }  // namespace
 
 bool launch(const causal_conv1d::Params& conv, const LinearStep& step, CUstream_st* stream) {
-  const bool tokens = step.dtype == DType::kBFloat16 && conv.width == kWidth && rows_aligned(conv.weight, 2, 8);
+  // Float32 gates take the two launches: beside a gate per channel their loads would not fit into the registers.
+  const bool tokens = step.dtype == DType::kBFloat16 && step.gate_dtype == step.dtype && conv.width == kWidth &&
+                      rows_aligned(conv.weight, 2, 8);
   if (!tokens || step.batch_size == 0 || step.value_dim == 0 || step.key_dim > 128) return false;
   if (usable_sm(kOp) != 90) return false;
   if (step.state_dtype == DType::kFloat32) return launch_state<float>(conv, step, stream);

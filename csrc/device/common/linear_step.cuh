@@ -45,6 +45,41 @@ __device__ __forceinline__ float load_here(const T* from) {
 #endif
 }
 
+// The bits of a gate, of the tokens' type or of float32 (`wide`). Two loads under a predicate, of which one runs: no
+// branch, and no conversion, which would wait for the load.
+template <typename T>
+__device__ __forceinline__ uint32_t load_gate(const StepRows& rows, int64_t i, bool wide) {
+#if defined(__CUDA_ARCH__)
+  uint32_t bits;
+  if constexpr (sizeof(T) == 4) {
+    asm volatile("ld.global.b32 %0, [%1];" : "=r"(bits) : "l"(static_cast<const T*>(rows.data) + i));
+  } else {
+    const char* from = static_cast<const char*>(rows.data) + i * (wide ? 4 : 2);
+    asm volatile(
+        "{\n .reg .pred wide;\n setp.ne.b32 wide, %2, 0;\n"
+        " @wide ld.global.b32 %0, [%1];\n @!wide ld.global.u16 %0, [%1];\n}"
+        : "=r"(bits)
+        : "l"(from), "r"(static_cast<int>(wide)));
+  }
+  return bits;
+#else
+  if (wide) return static_cast<const uint32_t*>(rows.data)[i];
+  return static_cast<const uint16_t*>(rows.data)[i];
+#endif
+}
+
+template <typename T>
+__device__ __forceinline__ float gate_value(uint32_t bits, bool wide) {
+  if constexpr (sizeof(T) == 4) {
+    return __uint_as_float(bits);
+  } else {
+    T x;
+    const uint16_t low = static_cast<uint16_t>(bits);
+    memcpy(&x, &low, 2);
+    return wide ? __uint_as_float(bits) : static_cast<float>(x);
+  }
+}
+
 // What the rows of a head share: key, query and decay of each column, zero behind key_dim. A thread makes every
 // kStepThreads-th column, and all threads have the sums.
 template <int kMaxKeys>
@@ -183,22 +218,39 @@ __global__ void __launch_bounds__(kStepThreads)
     };
     const auto at = [&](const StepRows& rows, int of, int64_t i) { return static_cast<float>(*pointer(rows, of, i)); };
     const int shared = head / p.heads_per_group;
+    const bool wide = p.gate_dtype == DType::kFloat32;
+    const auto gate_bits = [&](const StepRows& rows, int i) {
+      return load_gate<T>(rows, request * rows.stride_request + head * rows.stride_head + i, wide);
+    };
+    // Before keys and queries, as these would be waited for where a load has a branch.
+    uint32_t of_columns[Columns::kEach] = {}, of_rate = 0, of_beta = 0;
+    const bool has_rate = !kChannels && (kDelta || p.a.data != nullptr);
+    if (has_rate) of_rate = gate_bits(p.a, 0);
+    if (kDelta) of_beta = gate_bits(p.b, 0);
+    if constexpr (kChannels) {
+#pragma unroll
+      for (int c = 0; c < Columns::kEach; ++c) {
+        const int column = c * kStepThreads + threadIdx.x;
+        if (column < key_dim) of_columns[c] = gate_bits(p.a, column);
+      }
+    }
 #pragma unroll
     for (int c = 0; c < Columns::kEach; ++c) {
       const int column = c * kStepThreads + threadIdx.x;
       const bool inside = column < key_dim;
       key[c] = inside ? at(p.k, shared, column) : 0.f;
       query[c] = inside ? at(p.q, shared, column) : 0.f;
-      gate[c] = kChannels && inside ? at(p.a, head, column) : 0.f;
     }
-    if (!kChannels && p.a.data != nullptr) rate = load_here(pointer(p.a, head, 0));
-    if (kDelta) beta = load_here(pointer(p.b, head, 0));
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int row = first_row + r * kGroups;
       value[r] = has_row(row) ? at(p.v, head, row) : 0.f;
       z[r] = !kDelta && p.z.data != nullptr && has_row(row) ? at(p.z, head, row) : 0.f;
     }
+#pragma unroll
+    for (int c = 0; c < Columns::kEach; ++c) gate[c] = gate_value<T>(of_columns[c], wide);
+    if (has_rate) rate = gate_value<T>(of_rate, wide);
+    if (kDelta) beta = gate_value<T>(of_beta, wide);
   };
   if constexpr (kWhole) {
     load_tokens(__nv_bfloat16{});

@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kThreads) move_states_kernel(const __grid_cons
   if (!p.moves(i)) return;
   const int64_t words = p.slot_bytes / static_cast<int64_t>(sizeof(Word));
   Word* to = reinterpret_cast<Word*>(p.at(layer, p.dst[i]));
-  const Word* from = p.src == nullptr ? nullptr : reinterpret_cast<const Word*>(p.at(layer, p.src[i]));
+  const Word* from = p.src == nullptr ? nullptr : reinterpret_cast<const Word*>(p.source_at(layer, p.src[i]));
   const int64_t first = part * kThreads * kUnroll + threadIdx.x;
   Word held[kUnroll];
 #pragma unroll
@@ -57,7 +57,8 @@ void launch_words(const Params& p, CUstream_st* stream) {
 
 void launch(const Params& p, CUstream_st* stream) {
   if (p.count == 0 || p.num_layers == 0 || p.slot_bytes == 0) return;  // a grid of zero CTAs is a launch error
-  const bool vectors = p.slot_bytes % 16 == 0 && rows_aligned(p.states, 1, 16, p.stride_layer, p.stride_slot);
+  const bool vectors = p.slot_bytes % 16 == 0 && rows_aligned(p.states, 1, 16, p.stride_layer, p.stride_slot) &&
+                       rows_aligned(p.source, 1, 16, p.source_stride_layer, p.source_stride_slot);
   vectors ? launch_words<uint4>(p, stream) : launch_words<uint16_t>(p, stream);
 }
 

@@ -29,6 +29,18 @@ struct Shared {
   uint32_t max_key, row_max;                     // of this CTA, and of all
 };
 
+// Adds one to a bin where `counts`. The address in shared memory is made once, and nothing branches.
+__device__ inline void count_in(uint32_t* bins, uint32_t bin, bool counts) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n@p red.shared.add.u32 [%0], 1;\n}\n" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(bins)) + 4 * bin),
+               "r"(static_cast<int>(counts))
+               : "memory");
+#else
+  if (counts) atomicAdd(bins + bin, 1u);
+#endif
+}
+
 __device__ inline void clear_bins(Shared& shared) {
   for (int i = threadIdx.x; i < kRounds * kBins / 4; i += kThreads) {
     reinterpret_cast<uint4*>(shared.bins)[i] = make_uint4(0, 0, 0, 0);

@@ -1,13 +1,20 @@
 #pragma once
 #include "device/common/row_vec.cuh"
 #include "sparse_indexer/cuda/find_bin.cuh"
+#include "sparse_indexer/cuda/outputs.cuh"
 #include "sparse_indexer/ordered.h"
-#include "sparse_indexer/rows.h"
 
 namespace attnops::sparse_indexer {
 
-inline constexpr int kVec = 4;                     // keys of one access
-inline constexpr uint32_t kLeastKey = 0x007FFFFF;  // of -inf, the least that is a number
+inline constexpr int kVec = 4;                        // keys of one access
+inline constexpr uint32_t kLeastKey = 0x007FFFFF;     // of -inf, the least that is a number
+inline constexpr uint32_t kGreatestKey = 0xFF800000;  // of inf
+
+// As ordered() has it, of a number.
+__device__ inline uint32_t key_of(float x) {
+  const uint32_t bits = __float_as_uint(x + 0.f);  // -0 becomes 0
+  return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
+}
 
 // The float whose key this is; no number above that of infinity.
 __device__ inline float number_of(uint32_t key) {
@@ -71,18 +78,6 @@ struct Selection {
     whole = shared.found_count == rank;
   }
 };
-
-// Positions in their order, to where they belong among those of the row.
-__device__ inline void write_positions(const SelectParams& p, int64_t row, int64_t request, const int32_t* staged,
-                                       uint32_t first, uint32_t count) {
-  int32_t* const indices = p.indices + row * p.stride_indices + first;
-  int32_t* const positions = p.positions != nullptr ? p.positions + row * p.stride_positions + first : nullptr;
-  for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
-    const int position = staged[i];
-    indices[i] = index_of(p, row, request, position);
-    if (positions != nullptr) positions[i] = position;
-  }
-}
 
 // Any row: each round reads it again, and so do the last two passes. Counts are zero at the start. A function of its
 // own, so that a row in registers keeps nothing for it.
@@ -162,7 +157,7 @@ __device__ __noinline__ void select_rereading(const SelectParams& p, int64_t row
     place = {place.x + __shfl_sync(~0u, inclusive.x, 31), place.y + __shfl_sync(~0u, inclusive.y, 31)};
   });
   __syncthreads();
-  write_positions(p, row, keys.request, staged, cta_first, shared.found_count);
+  write_positions(p, row, keys.request, staged, cta_first, shared.found_count, kThreads);
 }
 
 }  // namespace attnops::sparse_indexer

@@ -20,10 +20,19 @@ int cluster_of(const SelectParams& p) {
   return cluster;
 }
 
-// Whether each row has a CTA of its own that reads its keys twice: where rows are so many that all multiprocessors are
-// busy with them, and too long for the registers of one.
-bool streams(const SelectParams& p) {
-  return p.columns > kHeldKeys && p.columns <= kMostStreamed && p.num_rows >= kStreamCtas * device_sms("topk_select");
+// Whether each row has a CTA of its own that reads its keys twice: where rows are so many that their clusters would
+// take turns.
+bool streams(const SelectParams& p, int cluster) {
+  return p.columns >= kLeastStreamed && p.columns <= kMostStreamed &&
+         p.num_rows * cluster > kHeldCtas * device_sms("topk_select");
+}
+
+void launch_taking_all(const SelectParams& p, cudaStream_t stream) {
+  const int64_t quads = ceil_div(p.k, 4), least = ceil_div<int64_t>(quads, 32 * kMostTakeQuads);
+  const int64_t at_once = device_sms("topk_select") * (2048 / 32) / p.num_rows;  // warps of a row
+  const auto parts = static_cast<int>(max_of(least, min_of(at_once, ceil_div<int64_t>(quads, 32))));
+  const auto blocks = static_cast<int>(ceil_div<int64_t>(p.num_rows * parts, kTakeWarps));
+  launch_dependent<&topk_take_all_kernel>("topk_select", {blocks, kTakeThreads, 0, 0}, stream, p, parts);
 }
 
 template <typename T>
@@ -49,8 +58,11 @@ void launch_as(const SelectParams& p, int cluster, cudaStream_t stream) {
 void launch(const SelectParams& p, CUstream_st* stream) {
   if (p.num_rows == 0 || p.k == 0) return;
   const bool is_float = p.dtype == DType::kFloat32;
-  if (streams(p)) return is_float ? launch_streaming<float>(p, stream) : launch_streaming<__nv_bfloat16>(p, stream);
+  if (p.columns <= p.k) return launch_taking_all(p, stream);
   const int cluster = cluster_of(p);
+  if (streams(p, cluster)) {
+    return is_float ? launch_streaming<float>(p, stream) : launch_streaming<__nv_bfloat16>(p, stream);
+  }
   is_float ? launch_as<float>(p, cluster, stream) : launch_as<__nv_bfloat16>(p, cluster, stream);
 }
 

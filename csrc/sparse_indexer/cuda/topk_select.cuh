@@ -11,6 +11,7 @@ inline constexpr int kHeldKeys = kThreads * kVec * kHeld;
 inline constexpr int kWords = kHeldKeys / 32;
 inline constexpr int kMinShare = 4096;  // keys: a shorter row is divided among fewer CTAs
 inline constexpr int kPortableCluster = 8;
+inline constexpr int kHeldCtas = 2;  // of a multiprocessor
 // The same value, of which the compiler keeps nothing that it has computed: there are no registers for it.
 __device__ inline float opaque(float x) {
 #if defined(__CUDA_ARCH__)
@@ -24,7 +25,7 @@ inline constexpr int kListed = 4096;  // candidates that a CTA has room for
 struct SelectShared {
   Shared shared;
   uint32_t above[kWords], equal[kWords];  // a bit of each key of this CTA
-  int32_t staged[kMaxSelected];
+  alignas(16) int32_t staged[kMaxSelected];
   float listed[kListed];     // keys of this CTA that reach the bound, in any order,
   uint16_t places[kListed];  // and where they are among all of it
   uint32_t num_listed;
@@ -45,7 +46,10 @@ struct HeldKeys {
 #pragma unroll
     for (int s = 0; s < kHeld; ++s) {
       const int at = (s * kThreads + static_cast<int>(threadIdx.x)) * kVec;
-      if (at >= begin && at + kVec <= end) {
+      if (s >= steps) {
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) x[s][i] = __int_as_float(0x7FFFFFFF);
+      } else if (at >= begin && at + kVec <= end) {
         const auto v = *reinterpret_cast<const RowVec<T, kVec>*>(first + at);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) x[s][i] = v.at(i);
@@ -78,9 +82,7 @@ __device__ inline void bound_keys(const HeldKeys& held, const Cluster& cluster, 
     const float(&x)[kVec] = held.x[step];
     most[step] = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
   }
-  const auto count_group = [&](float group) {
-    if (group == group) atomicAdd(&s.shared.bins[0][ordered(group) >> 21], 1u);
-  };
+  const auto count_group = [&](float group) { count_in(s.shared.bins[0], key_of(group) >> 21, group == group); };
   const auto merge = [&](int distance) {
 #pragma unroll
     for (int step = 0; step < distance; ++step) most[step] = fmaxf(most[step], most[step + distance]);
@@ -162,8 +164,8 @@ __device__ bool mark_selected(const HeldKeys& held, const Cluster& cluster, Sele
     const float least = number_of(low);
     uint32_t* const bins = s.shared.bins[round];
     for_each_candidate<kIsListed>(held, s, [&](float x, int) {
-      const uint32_t distance = ordered(x) - low;
-      if (x >= least && distance <= span) atomicAdd(&bins[distance >> next], 1u);
+      const uint32_t distance = key_of(x) - low;
+      count_in(bins, distance >> next, x >= least && distance <= span);
     });
     find_bin(s.shared, cluster, round, found.rank);
     if (s.shared.found_bin == kNone) return false;
@@ -214,13 +216,13 @@ __device__ inline bool select_held(const SelectParams& p, int64_t row, const Row
     is_equal ? ++place.y : ++place.x;
   }
   __syncthreads();
-  write_positions(p, row, keys.request, s.staged, cta_first, s.shared.found_count);
+  write_positions(p, row, keys.request, s.staged, cta_first, s.shared.found_count, kThreads);
   return true;
 }
 
 // Grid: a cluster per row. kStays: the keys of a row stay in registers; else every round reads them again.
 template <typename T, bool kStays>
-__global__ void __launch_bounds__(kThreads, 2) topk_select_kernel(const __grid_constant__ SelectParams p) {
+__global__ void __launch_bounds__(kThreads, kHeldCtas) topk_select_kernel(const __grid_constant__ SelectParams p) {
   extern __shared__ __align__(16) uint8_t memory[];
   SelectShared& s = *reinterpret_cast<SelectShared*>(memory);
   const int thread = threadIdx.x;

@@ -7,6 +7,7 @@
 
 namespace attnops::sparse_indexer::sm90 {
 
+inline constexpr int kTilesOfSm = 2;  // at least, before groups share keys
 inline constexpr int kMostBytes = kMaxStages * (kKeyBytes + 2 * kBlockBytes);
 
 // Between neighbours that there are; else any number that a map takes.
@@ -46,11 +47,21 @@ Maps make_maps(const LogitsParams& p, const Memory& memory) {
   return {make_tensor_map(p.ragged ? ragged : paged), encode_tensor_map(kBytes, p.q, 3, extents, strides, box)};
 }
 
-template <int kHeads, bool kAhead, template <int> class Copier>
+template <int kHeads, template <int> class Copier>
 void launch_kernel(const LogitsParams& p, const Memory& memory, const Maps& maps, cudaStream_t stream) {
-  const int bytes = memory.stages * (kKeyBytes + memory.blocks * kBlockBytes);
-  launch_dependent<&index_logits_kernel<kHeads, kAhead, Copier>>(
+  const int bytes = memory.stages * kKeyBytes + memory.slots * memory.blocks * kBlockBytes;
+  launch_dependent<&index_logits_kernel<kHeads, Copier>>(
       "index_logits", {device_sms("index_logits"), kThreads, bytes, kMostBytes}, stream, p, memory, maps);
+}
+
+// Of a group: as many as there is room for, but prompts of few rows and keys leave no multiprocessor idle for it.
+template <int kTokens>
+int blocks_of(const LogitsParams& p, int64_t together) {
+  int blocks = static_cast<int>(min_of<int64_t>(kMaxBlocks, ceil_div<int64_t>(together, kTokens)));
+  if (!p.ragged) return blocks;
+  const int64_t tiles = ceil_div<int64_t>(p.num_keys, kTileKeys), enough = kTilesOfSm * device_sms("index_logits");
+  while (blocks > 1 && ceil_div<int64_t>(together, blocks * kTokens) * tiles < enough) blocks = ceil_div(blocks, 2);
+  return blocks;
 }
 
 template <int kHeads>
@@ -59,8 +70,9 @@ void launch_heads(const LogitsParams& p, cudaStream_t stream) {
   const int64_t together = !p.ragged ? p.seqlen_q : p.num_rows;
   if (p.num_rows == 0 || together == 0) return;
   Memory memory{};
-  memory.blocks = static_cast<int>(min_of<int64_t>(kMaxBlocks, ceil_div<int64_t>(together, kTokens)));
+  memory.blocks = blocks_of<kTokens>(p, together);
   memory.stages = min_of(kMaxStages, kMostBytes / (kKeyBytes + memory.blocks * kBlockBytes));
+  memory.slots = memory.blocks == 1 ? memory.stages + 1 : memory.stages;
   memory.tokens = memory.blocks * kTokens;
   memory.rows_together = static_cast<int>(together);
   memory.groups_together = ceil_div(memory.rows_together, memory.tokens);
@@ -69,14 +81,13 @@ void launch_heads(const LogitsParams& p, cudaStream_t stream) {
   while (1 << memory.box_shift < memory.box_rows) ++memory.box_shift;
   if (memory.box_rows > 0) {
     const Maps maps = make_maps<kHeads>(p, memory);
-    memory.blocks > 1 ? launch_kernel<kHeads, true, BoxCopier>(p, memory, maps, stream)
-                      : launch_kernel<kHeads, false, BoxCopier>(p, memory, maps, stream);
+    launch_kernel<kHeads, BoxCopier>(p, memory, maps, stream);
     return;
   }
   const bool aligned_keys =
       !p.ragged ? rows_aligned(p.pages.data, 1, 16, p.pages.stride_page) : rows_aligned(p.k, 1, 16, p.stride_k);
   memory.wide = aligned_keys && rows_aligned(p.q, 1, 16, p.stride_token, p.stride_head);
-  launch_kernel<kHeads, false, RowCopier>(p, memory, Maps{}, stream);
+  launch_kernel<kHeads, RowCopier>(p, memory, Maps{}, stream);
 }
 
 }  // namespace attnops::sparse_indexer::sm90

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attnops import ops
 from attnops.backends.linear_checkpoints import CheckpointInputs, Checkpoints
-from attnops.backends.linear_drafts import DraftInputs
+from attnops.backends.linear_drafts import DraftWindows
 from attnops.backends.prepared import PreparedStep, in_one_thread
 from attnops.pools import HybridReqToTokenPool, MambaState
 from attnops.report import first_fault, is_checked, new_report
@@ -55,7 +55,6 @@ class ForwardMetadata:
         plan: int32 ``[B]``: requests in the order of their work.
         drafts: Tokens of a request that the step verifies; 0: it verifies none.
         tree_mask: Of the drafts, packed; None: a chain.
-        windows: int64 ``[B, drafts, width]``: what each draft's convolution sees.
         checkpoints: What prompts leave behind on their way; None: nothing.
     """
 
@@ -66,7 +65,6 @@ class ForwardMetadata:
     plan: Tensor
     drafts: int = 0
     tree_mask: Tensor | None = None
-    windows: Tensor | None = None
     checkpoints: Checkpoints | None = None
 
 
@@ -104,7 +102,7 @@ class LinearAttnBackend(ABC):
         conv = states.states.conv  # what is convolved of a token per request, of one layer after the other
         self._convolved = None if conv is None else conv.new_empty(size, conv.shape[2])
         self.report = new_report(self.device) if is_checked() else None
-        self._drafts = DraftInputs(states, limits) if states.speculative_num_draft_tokens else None
+        self._drafts = DraftWindows(states, limits) if states.speculative_num_draft_tokens else None
         self._kept = CheckpointInputs(pool, limits) if pool.max_checkpoints else None
         self._prepared: PreparedStep[ForwardMetadata] = PreparedStep()
         self._refused: str | None = None  # why the last step has no linear layers
@@ -149,7 +147,6 @@ class LinearAttnBackend(ABC):
             plan=self._plan[:size],
             drafts=drafts,
             tree_mask=batch.tree_mask if drafts else None,
-            windows=self._drafts.windows(size, drafts) if drafts and self._drafts is not None else None,
             checkpoints=None if batch.is_uniform or self._kept is None else self._kept.of(size),
         )
         self._prepared.begin(batch, metadata)
@@ -199,8 +196,7 @@ class LinearAttnBackend(ABC):
             wide = torch.where(batch.extend_seq_lens > 0, wide, -1)  # padding has no token, and some request's row
         step.mamba_cache_indices.copy_(wide)
         if step.drafts:
-            assert self._drafts is not None and step.windows is not None
-            return self._drafts.fill(step.windows, step.tree_mask)
+            return
         self.pool.mamba_pool.fold(step.mamba_cache_indices)
         if step.query_start_loc is None:
             return
@@ -243,7 +239,7 @@ class LinearAttnBackend(ABC):
             options = {**rings._asdict(), "state_indices": slots, "report": self.report}
             ops.delta_commit(pool.states.temporal[place], path, accepted_len, **options)
         if pool.states.conv is not None:
-            self._drafts.commit(pool.states.conv, slots, accepted_path, accepted_len)
+            self._drafts.commit(pool.states.conv, slots, accepted_path, accepted_len, self.report)
 
     @in_one_thread
     def forward(
@@ -303,22 +299,17 @@ class LinearAttnBackend(ABC):
             return x
         if states.conv is None:
             raise ValueError(f"attnops: layer {layer.layer_id} has a convolution, its MambaPool has no conv_shape")
-        if step.drafts:
-            assert self._drafts is not None and step.windows is not None
-            silu, slots = layer.activation == "silu", step.mamba_cache_indices
-            options = (layer.conv_weights, layer.bias, silu, states.conv, slots, step.windows)
-            return self._drafts.convolve(place, x, *options)
-        return self._convolve_tokens(layer, layer.conv_weights, x, states.conv, step)
-
-    def _convolve_tokens(
-        self, layer: RadixLinearAttention, weight: Tensor, x: Tensor, conv_states: Tensor, step: ForwardMetadata
-    ) -> Tensor:
+        weight, conv_states = layer.conv_weights, states.conv
         options: dict[str, Any] = {
             "conv_states": conv_states,
             "state_indices": step.mamba_cache_indices,
             "report": self.report,
         }
         options["silu"] = layer.activation == "silu"
+        if step.drafts:
+            assert self._drafts is not None
+            windows = self._drafts.of(place, len(step.mamba_cache_indices), step.drafts)
+            return ops.causal_conv1d_update(x, weight, layer.bias, windows=windows, tree_mask=step.tree_mask, **options)
         if step.query_start_loc is None:
             rows = None if self._convolved is None else self._convolved[: len(x)]
             # Else the op says what is wrong with x.

@@ -76,7 +76,7 @@ def _run(
     """States are ``[N, HV, K, V]``, or ``[N, HV, V, K]`` with `v_first`; the op has the latter.
 
     Args:
-        step: One token of each sequence is a decode step, of float32 throughout.
+        step: One token of each sequence is a decode step.
     """
     batch, tokens = q.shape[:2]
     if cu_seqlens is None:
@@ -98,12 +98,10 @@ def _run(
             )
         states = given.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     indices = torch.arange(count, dtype=torch.int32, device=q.device)
-    dtype = v.dtype
     q, k, v, g, beta = (x.flatten(0, 1) for x in (q, k, v, g.float(), beta.float()))
     if step and tokens == 1 and cu_seqlens is None:
-        wide = (q.float(), k.float(), v.float(), g, beta)  # on CUDA gates are of the tokens' dtype
-        out = ops.delta_decode(*wide, states=states, state_indices=indices, scale=scale, qk_l2norm=l2norm)
-        return out.to(dtype).unflatten(0, (batch, tokens)), _final(states, v_first) if output_final_state else None
+        out = ops.delta_decode(q, k, v, g, beta, states=states, state_indices=indices, scale=scale, qk_l2norm=l2norm)
+        return out.unflatten(0, (batch, tokens)), _final(states, v_first) if output_final_state else None
     out = ops.delta_prefill(
         q,
         k,

@@ -41,7 +41,7 @@ def delta_decode(
         q, k: ``[B, H, K]``, one dtype (bf16, fp16, fp32), last dim dense.
         v: ``[B, HV, V]``. K and V at most 256.
         a: ``[B, HV]``, or ``[B, HV, K]`` for a gate per channel.
-        b: ``[B, HV]``. a and b are of q's dtype, or on the CPU float32 both. Without `A_log` they are g and beta.
+        b: ``[B, HV]``. a and b are of q's dtype, or float32 both. Without `A_log` they are g and beta.
         states: ``[num_slots, HV, V, K]`` float32, bf16 or fp16, last dim dense; updated in place.
         state_indices: int32 ``[B]``: slots, each at most once; below 0: padding.
         A_log: float32 ``[HV]``.
@@ -105,8 +105,8 @@ def delta_conv_decode(
     """`causal_conv1d_update` of one token per request, then `delta_decode` of its output: bit for bit the two.
 
     On the CPU no thread waits between them, and what is convolved stays in its core's cache. On Hopper one launch does
-    both for tokens of bf16, a width of 4, keys of at most 128, and few values a key. Else CUDA takes two. Where a call
-    has states of more than 2^22 elements, the two ops are faster there; backends choose.
+    both for tokens and gates of bf16, a width of 4, keys of at most 128, few values a key. Else CUDA takes two.
+    Where a call has states of more than 2^22 elements, the two ops are faster there; backends choose.
 
     Args:
         x: ``[B, C]`` (bf16, fp16, fp32), last dim dense: q of ``num_k_heads`` heads, then k, then v, side by side, so
@@ -175,7 +175,7 @@ def ssd_decode(
     Args:
         x: ``[B, H, P]`` (bf16, fp16, fp32), last dim dense.
         z: In x's shape.
-        dt: ``[B, H]`` of x's dtype, on the CPU also float32; None: 1.
+        dt: ``[B, H]`` of x's dtype, or float32; None: 1.
         A: float32 ``[H]``, below 0: for Lightning the negative slope.
         B, C: ``[B, G, N]``: keys and queries, a group serves ``H / G`` heads. P and N at most 256.
         states: ``[num_slots, H, P, N]`` float32, bf16 or fp16, last dim dense; updated in place.
@@ -252,38 +252,54 @@ def causal_conv1d_update(
     conv_states: Tensor,
     state_indices: Tensor,
     silu: bool = True,
+    windows: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     out: Tensor | None = None,
     report: Tensor | None = None,
 ) -> Tensor:
     """`causal_conv1d` of the same number of tokens for each request: one when decoding.
 
+    With `windows` the tokens are drafts, and the states are only read. A draft's inputs are its own and those of its
+    nearest ancestors, and what is missing behind the root comes from the state. Once drafts are accepted, the last
+    one's window is the request's state: ``copy_states(..., source=windows)``.
+
     Args:
         x: ``[B * T, C]``, the tokens of a request side by side; B is ``state_indices.shape[0]``.
         weight, bias, conv_states, state_indices, silu, report: as in `causal_conv1d`.
+        windows: ``[B, T, C, W - 1]`` of x's dtype, written: the state that each draft would leave. T is at most 16.
+            Padding's are not touched.
+        tree_mask: uint8 ``[B, T, ceil(T / 8)]``, bits packed from the low end: the drafts before a draft that it
+            descends from. None: a chain. Only with `windows`.
         out: ``[B * T, C]``, not x itself; allocated when omitted.
 
     Raises:
         RuntimeError: naming the argument that does not fit; on the CPU also a slot outside the pool, or shared.
     """
     out = x.new_empty(x.shape) if out is None else out
-    torch.ops.attnops.causal_conv1d_update(out, conv_states, x, weight, bias, state_indices, silu, report)
+    torch.ops.attnops.causal_conv1d_update(
+        out, conv_states, x, weight, bias, state_indices, silu, report, windows, tree_mask
+    )
     return out
 
 
 @names_its_arguments
-def copy_states(states: Tensor, src: Tensor, dst: Tensor, *, report: Tensor | None = None) -> None:
+def copy_states(
+    states: Tensor, src: Tensor, dst: Tensor, *, source: Tensor | None = None, report: Tensor | None = None
+) -> None:
     """Copy slots of a pool of states, all layers at once: ``states[:, dst[i]] = states[:, src[i]]``.
 
     Args:
         states: ``[num_layers, num_slots, ...]`` (bf16, fp16, fp32), each slot without gaps.
         src, dst: int32 ``[n]``; a pair with a slot below 0 does nothing. No slot of `dst` twice, nor in another pair's
             `src`.
+        source: The pool of `src`'s slots: as `states`, with any number of slots, and no memory in common. None:
+            `states`.
         report: int32 ``[8]`` of the checked mode.
 
     Raises:
         RuntimeError: naming the argument that does not fit; on the CPU also a slot outside the pool, or shared.
     """
-    torch.ops.attnops.copy_states(states, src, dst, report)
+    torch.ops.attnops.copy_states(states, src, dst, report, source)
 
 
 @names_its_arguments

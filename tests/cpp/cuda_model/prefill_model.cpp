@@ -8,6 +8,7 @@
 
 #include <cmath>
 
+#include "causal_conv1d/cuda/kernel.cuh"
 #include "delta_conv/checks.h"
 #include "delta_conv/sm90/step.cuh"
 #include "delta_rule/checks.h"
@@ -231,6 +232,43 @@ void delta_conv_decode_model(const Tensor& out, const Tensor& states, const Tens
   channels ? conv_step<float, 128, true>(p) : conv_step<float, 128, false>(p);
 }
 
+// Drafts alone. The layouts of states and windows are told apart where they are dense; others go element by element.
+template <typename T, int kVec, int kWidth>
+void conv_drafts(const causal_conv1d::DraftParams& p) {
+  using causal_conv1d::StateLayout;
+  constexpr int kDrafts = 2, kThreads = 64;
+  const auto layout = [](int64_t channel, int64_t time) {
+    return channel == kWidth - 1 && time == 1 ? StateLayout::kChannels
+           : channel == 1 && time % kVec == 0 ? StateLayout::kTimes
+                                              : StateLayout::kAny;
+  };
+  const int across = static_cast<int>(ceil_div<int64_t>(p.conv.channels, kVec * kThreads)),
+            groups = ceil_div(p.drafts, kDrafts);
+  run_grid(p.conv.batch_size * groups * across, kThreads, [&] {
+    causal_conv1d::drafts_kernel<T, kVec, kWidth, kDrafts, kThreads, 1>(
+        p, layout(p.conv.stride_channel, p.conv.stride_time), layout(p.stride_channel, p.stride_time), groups, across);
+  });
+}
+
+template <typename T, int kVec>
+void conv_drafts_of(const causal_conv1d::DraftParams& p) {
+  if (p.conv.channels % kVec != 0) return conv_drafts_of<T, 1>(p);
+  p.conv.width == 2   ? conv_drafts<T, kVec, 2>(p)
+  : p.conv.width == 3 ? conv_drafts<T, kVec, 3>(p)
+                      : conv_drafts<T, kVec, 4>(p);
+}
+
+void causal_conv1d_update_model(const Tensor& out, const Tensor& conv_states, const Tensor& x, const Tensor& weight,
+                                const OptionalTensor& bias, const Tensor& state_indices, bool silu,
+                                const OptionalTensor& report, const OptionalTensor& windows,
+                                const OptionalTensor& tree_mask) {
+  const causal_conv1d::DraftParams p = causal_conv1d::checked_drafts(
+      {out, conv_states, x, weight, bias, state_indices, silu, report}, *windows, tree_mask);
+  if (p.conv.num_tokens == 0 || p.conv.channels == 0) return;
+  if (p.conv.dtype == DType::kFloat32) return conv_drafts_of<float, 4>(p);
+  p.conv.dtype == DType::kFloat16 ? conv_drafts_of<__half, 8>(p) : conv_drafts_of<__nv_bfloat16, 8>(p);
+}
+
 void delta_prefill_model(const Tensor& out, const Tensor& states, const Tensor& q, const Tensor& k, const Tensor& v,
                          const Tensor& a, const Tensor& b, const OptionalTensor& a_log, const OptionalTensor& dt_bias,
                          const Tensor& cu_seqlens, const Tensor& prefix_lens, const Tensor& state_indices,
@@ -304,6 +342,7 @@ STABLE_TORCH_LIBRARY_IMPL(attnops_model, CPU, m) {
   m.impl("delta_verify", TORCH_BOX(&delta_verify_model));
   m.impl("ssd_verify", TORCH_BOX(&ssd_verify_model));
   m.impl("delta_commit", TORCH_BOX(&delta_commit_model));
+  m.impl("causal_conv1d_update", TORCH_BOX(&causal_conv1d_update_model));
   m.impl("delta_conv_decode", TORCH_BOX(&delta_conv_decode_model));
 }
 

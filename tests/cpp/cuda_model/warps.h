@@ -180,6 +180,7 @@ inline uint32_t __ballot_sync(unsigned, bool own) {
   return bits;
 }
 inline int __popc(uint32_t bits) { return __builtin_popcount(bits); }
+inline int __clz(int bits) { return bits == 0 ? 32 : __builtin_clz(bits); }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline bool __all_sync(unsigned, bool own) {
   const cuda_model::Lanes<int> lanes(own);

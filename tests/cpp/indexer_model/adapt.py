@@ -94,17 +94,19 @@ put("sparse_indexer/cuda/row_cluster.cuh", CLUSTER)
 for name in ("barrier.cuh", "copy.cuh", "wgmma_few.cuh", "wgmma_fp8.cuh", "wgmma.cuh", "tensor_map.h"):
     put(f"device/sm90/{name}", "#pragma once\n")
 change("device/common/block_scan.cuh", ("__shared__ T", "static T"))
-change(
-    "sparse_indexer/cuda/topk_select.cuh",
-    (
-        r"extern __shared__ __align__\(16\) uint8_t memory\[\];",
-        "uint8_t* memory = (uint8_t*)Cluster::aligned_of_(cta_());",
-    ),
-)
+for name in ("topk_select", "stream"):
+    change(
+        f"sparse_indexer/cuda/{name}.cuh",
+        (
+            r"extern __shared__ __align__\(16\) uint8_t memory\[\];",
+            "uint8_t* memory = (uint8_t*)Cluster::aligned_of_(cta_());",
+        ),
+    )
 change(
     "sparse_indexer/sm90/logits.cuh",
     (r"extern __shared__ __align__\(1024\) uint8_t dynamic\[\];", "uint8_t* dynamic = arena();"),
     ("__shared__ Shared shared;", "Shared& shared = *(Shared*)(arena() + kArenaDynamic);"),
+    (r'asm volatile\("ld\.shared\.v4.*?\);', "memcpy(words, arena() + address, 16);"),
 )
 change(
     "sparse_indexer/sm90/copy_boxes.cuh",

@@ -58,6 +58,7 @@ inline unsigned atomicOr(unsigned* p, unsigned v) { unsigned o = *p; *p |= v; re
 inline unsigned atomicMax(unsigned* p, unsigned v) { unsigned o = *p; if (v > o) *p = v; return o; }
 inline float __uint_as_float(uint32_t x) { float y; std::memcpy(&y, &x, 4); return y; }
 inline uint32_t __float_as_uint(float x) { uint32_t y; std::memcpy(&y, &x, 4); return y; }
+inline float __logf(float x) { return logf(x); }
 inline float __int_as_float(int x) { float y; std::memcpy(&y, &x, 4); return y; }
 inline unsigned char* own_memory_() { return M.memory[cta_()].data(); }
 inline void enter_() {
