@@ -3,6 +3,8 @@
 A time is the median over replays of a CUDA graph that holds calls over several lists and page tables of a pool far
 larger than the L2 cache, over their number. Dense calls have the same heads, and as many keys for each KV head.
 
+Decode's columns `sinks` and `window` are the whole call with sinks, and with a window that holds all keys.
+
 Prefill's columns: `attend` is the launch of attention over all KV heads, whose tables, plan and copy of q are made;
 `by_head` is the whole call with a launch for each KV head (a scale of v of 1 for each of them asks for it).
 
@@ -97,12 +99,22 @@ def decode_cell(pools: list, h_q: int, h_kv: int, batch: int, keys: int, block: 
     wide, narrow = ([tables_of(batch, n // PAGE) for _ in range(CALLS)] for n in (context, keys))
     long, short = (torch.full((batch,), n, dtype=INT32, device=DEVICE) for n in (context, keys))
     dense = XqaDecodePlan.allocate(batch, **kind)
-    own = [BlockDecodePlan.allocate(batch, num_blocks=count, block_size=block, page_size=PAGE, **kind) for _ in lists]
+    listed = {"num_blocks": count, "block_size": block, "page_size": PAGE}
+    own = [BlockDecodePlan.allocate(batch, **listed, **kind) for _ in lists]
+    windowed = BlockDecodePlan.allocate(batch, **listed, **kind, window_left=context)
+    sinks = torch.zeros(h_q, device=DEVICE)
     k_units, v_units, _ = unit_pages("xqa_decode", k, v, unit_size(block, PAGE), heads=True)
     rows = (batch * h_kv, 1, h_q // h_kv, DIM)
 
     def whole(r: int) -> None:
         ops.xqa_decode(q, k, v, wide[r], long, own[r], block_list=lists[r], out=out)
+
+    def with_sinks(r: int) -> None:
+        ops.xqa_decode(q, k, v, wide[r], long, own[r], block_list=lists[r], out=out, sinks=sinks)
+
+    def with_window(r: int) -> None:
+        rule = {"window_left": context, "block_list": lists[r]}
+        ops.xqa_decode(q, k, v, wide[r], long, windowed, out=out, **rule)
 
     def attend(r: int) -> None:
         plan = own[r]
@@ -120,6 +132,7 @@ def decode_cell(pools: list, h_q: int, h_kv: int, batch: int, keys: int, block: 
     for r in range(CALLS):
         whole(r)
     steps = {"dense": dense_attend, "dense_plan": dense_whole, "attend": attend, "whole": whole}
+    steps |= {"sinks": with_sinks, "window": with_window}
     return {name: median_us(step) for name, step in steps.items()}
 
 

@@ -23,6 +23,7 @@ struct Arguments {
   int64_t page_size, num_pages, block_size, page_step, unit_step, head_step;
   bool causal;
   const OptionalTensor& report;
+  int64_t window_left;
 };
 
 // The op's whole contract, checked once for all devices.
@@ -34,6 +35,10 @@ class Checker {
     check_range(kOp, "page_size", a_.page_size, 1, PageTable::kMostTokens);
     check_range(kOp, "num_pages", a_.num_pages, 0, INT32_MAX);
     check_range(kOp, "block_size", a_.block_size, 1, kMostBlockSize);
+    check_range(kOp, "window_left", a_.window_left, -1, INT32_MAX);
+    if (a_.window_left >= 0 && a_.cu_seqlens_q) {
+      fail(kOp, "window_left must be -1 with cu_seqlens_q, got " + std::to_string(a_.window_left));
+    }
     check_requests();
     check_tables();
     check_cells();
@@ -49,7 +54,8 @@ class Checker {
     return tensor_check;
   }
 
-  int64_t unit_size() const { return std::gcd(a_.block_size, a_.page_size); }
+  // A window may begin with any token.
+  int64_t unit_size() const { return a_.window_left < 0 ? std::gcd(a_.block_size, a_.page_size) : 1; }
 
   void check_requests() {
     TensorCheck(kOp, "cache_seqlens", a_.cache_seqlens).dtype({DType::kInt32}).shape({requests_}).contiguous();
@@ -80,7 +86,9 @@ class Checker {
     const int64_t needed = *entries_ * (a_.block_size / unit_size());
     if (by_token && *cells_ < needed) {
       TensorCheck(kOp, "block_tables", a_.block_tables)
-          .size_at_least(2, "num_cells", needed, "block_list.shape[2] * block_size / gcd(block_size, page_size)");
+          .size_at_least(2, "num_cells", needed,
+                         a_.window_left < 0 ? "block_list.shape[2] * block_size / gcd(block_size, page_size)"
+                                            : "block_list.shape[2] * block_size, with window_left");
     }
     if (*cells_ > PageTable::kMostTokens / unit_size()) {
       fail(kOp, "block_tables.shape[2] (num_cells) must be at most " +
@@ -122,6 +130,7 @@ class Checker {
             .cu_seqlens_q = data_or_null<const int32_t>(a_.cu_seqlens_q),
             .rows_per_request = *requests_ == 0 ? 1 : *rows_ / *requests_,
             .causal = a_.causal,
+            .window_left = a_.window_left,
             .block_size = a_.block_size,
             .unit_size = unit_size(),
             .units_per_block = a_.block_size / unit_size(),

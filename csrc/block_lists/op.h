@@ -9,7 +9,7 @@ void build_block_tables(const Tensor& block_tables, const Tensor& block_seqlens,
                         const Tensor& page_table, const OptionalTensor& kv_indptr, const Tensor& cache_seqlens,
                         const OptionalTensor& cu_seqlens_q, int64_t page_size, int64_t num_pages, int64_t block_size,
                         int64_t page_step, int64_t unit_step, int64_t head_step, bool causal,
-                        const OptionalTensor& report) {
+                        const OptionalTensor& report, int64_t window_left) {
   kRun(Checker({.block_tables = block_tables,
                 .block_seqlens = block_seqlens,
                 .block_list = block_list,
@@ -24,7 +24,8 @@ void build_block_tables(const Tensor& block_tables, const Tensor& block_seqlens,
                 .unit_step = unit_step,
                 .head_step = head_step,
                 .causal = causal,
-                .report = report})
+                .report = report,
+                .window_left = window_left})
            .run(),
        cache_seqlens);
 }

@@ -295,10 +295,15 @@ inline LogitsParams checked_logits_paged(const Tensor& logits, const Tensor& q, 
 inline IndexTopkParams checked_index_topk(const Tensor& indices, const OptionalTensor& positions, const Tensor& q,
                                           const Tensor& index_pages, const Tensor& page_table, const Tensor& weights,
                                           const Tensor& cache_seqlens, const Tensor& scratch,
-                                          const OptionalTensor& report) {
+                                          const OptionalTensor& report, const OptionalTensor& k_start) {
   const char* op = "index_topk";
   LogitsParams logits = checked_paged_queries(op, q, index_pages, page_table, weights, cache_seqlens, report);
   logits.report_op = kReportIndexTopk;
+  if (k_start) {
+    Dim batch("batch_size", q.size(0), "q"), seqlen_q("seqlen_q", q.size(1), "q");
+    TensorCheck(op, "k_start", *k_start).device_as("q", q).dtype({DType::kInt32}).shape({batch, seqlen_q}).contiguous();
+    logits.row_starts = static_cast<const int32_t*>(k_start->const_data_ptr());
+  }
   Dim rows("num_rows", logits.num_rows, "q"), k("k"), some("rows_at_once"), columns("num_columns");
   TensorCheck(op, "scratch", scratch)
       .device_as("q", q)
@@ -329,6 +334,8 @@ inline IndexTopkParams checked_index_topk(const Tensor& indices, const OptionalT
   select.columns = min_of(logits.columns, logits.max_pages * logits.pages.page_size);
   select.dtype = DType::kFloat32;
   select.lengths = logits.cache_seqlens;
+  select.row_starts = logits.row_starts;
+  select.lengths_are_ends = logits.row_starts != nullptr;
   select.page_table = logits.page_table;
   select.stride_table = logits.stride_table;
   select.max_pages = logits.max_pages;

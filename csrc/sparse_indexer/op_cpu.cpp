@@ -4,8 +4,9 @@
 #include "cpu/isa.h"
 #include "sparse_indexer/checks.h"
 #include "sparse_indexer/cpu/keys.h"
-#include "sparse_indexer/cpu/logits_rows.h"
 #include "sparse_indexer/cpu/reference.h"
+#include "sparse_indexer/cpu/scalar_logits.h"
+#include "sparse_indexer/cpu/tile_logits.h"
 #include "sparse_indexer/rows.h"
 #include "sparse_indexer/topk_parts.h"
 #include "torch_bindings/cpu_faults.h"
@@ -59,21 +60,28 @@ void topk_select_cpu(const Tensor& indices, const OptionalTensor& positions, con
                                             page_size, offsets, report}));
 }
 
+const cpu::RowRounding* row_rounding() {
+  const Isa isa = attnops::cpu::current_isa();
+  return isa == Isa::kScalar ? nullptr : isa == Isa::kAvx2 ? &cpu::avx2_row_rounding : &cpu::avx512_row_rounding;
+}
+
 void store_index_k_cpu(const Tensor& index_pages, const Tensor& k, const Tensor& out_cache_loc, bool hadamard,
                        bool ue8m0, const OptionalTensor& report) {
   StoreIndexParams p = checked_store_index(index_pages, k, out_cache_loc, hadamard, ue8m0, report);
   CpuFaults faults("store_index_k", "out_cache_loc", p.report);
   p.report = faults.report();
+  const cpu::RowRounding* const rounding = row_rounding();
   torch::stable::parallel_for(0, p.num_tokens, 64,
-                              [&](int64_t begin, int64_t end) { cpu::store_index_k(p, begin, end); });
+                              [&](int64_t begin, int64_t end) { cpu::store_index_k(p, rounding, begin, end); });
   faults.check();
 }
 
 void quantize_index_q_cpu(const Tensor& q_fp8, const Tensor& weights_out, const Tensor& q, const Tensor& weights,
                           double scale, bool hadamard, bool ue8m0) {
   const QuantizeQueryParams p = checked_quantize_query(q_fp8, weights_out, q, weights, scale, hadamard, ue8m0);
+  const cpu::RowRounding* const rounding = row_rounding();
   torch::stable::parallel_for(0, p.num_tokens * p.num_heads, 64,
-                              [&](int64_t begin, int64_t end) { cpu::quantize_index_q(p, begin, end); });
+                              [&](int64_t begin, int64_t end) { cpu::quantize_index_q(p, rounding, begin, end); });
 }
 
 void gather_index_k_cpu(const Tensor& k, const Tensor& k_scale, const Tensor& index_pages, const Tensor& page_table,
@@ -107,12 +115,22 @@ void run_logits(const char* op, LogitsParams p) {
   for (int64_t row = 0; row < p.num_rows; ++row) report_row(p, row);
   faults.check();
   const Isa isa = attnops::cpu::current_isa();
-  const cpu::ProductsFunction products = isa == Isa::kScalar ? &cpu::scalar_products
-                                         : isa == Isa::kAvx2 ? &cpu::avx2_products
-                                                             : &cpu::avx512_products;
+  const attnops::cpu::TileOps* const ops = attnops::cpu::tile_ops(isa, DType::kBFloat16);
+  const cpu::HeadSumsFunction sums = isa == Isa::kAvx2 ? &cpu::avx2_head_sums : &cpu::avx512_head_sums;
   const cpu::LogitsTasks tasks(p);
   torch::stable::parallel_for(0, tasks.groups * tasks.pieces(), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t task = begin; task < end; ++task) tasks.run(task, products);
+    const auto run = [&](const auto& logits) {
+      for (int64_t task = begin; task < end; ++task) tasks.run(task, logits);
+    };
+    if (ops == nullptr) {
+      return run([&](int64_t first, int64_t last, int64_t first_key, int64_t last_key) {
+        cpu::scalar_logits_of(p, first, last, first_key, last_key);
+      });
+    }
+    const attnops::cpu::TileScope scope(*ops);
+    run([&](int64_t first, int64_t last, int64_t first_key, int64_t last_key) {
+      cpu::tile_logits_of(p, first, last, first_key, last_key, *ops, sums);
+    });
   });
   faults.check();
 }
@@ -131,9 +149,9 @@ void index_logits_cpu(const Tensor& logits, const Tensor& q, const Tensor& k, co
 
 void index_topk_cpu(const Tensor& indices, const OptionalTensor& positions, const Tensor& q, const Tensor& index_pages,
                     const Tensor& page_table, const Tensor& weights, const Tensor& cache_seqlens, const Tensor& scratch,
-                    const OptionalTensor& report) {
-  const IndexTopkParams p =
-      checked_index_topk(indices, positions, q, index_pages, page_table, weights, cache_seqlens, scratch, report);
+                    const OptionalTensor& report, const OptionalTensor& k_start) {
+  const IndexTopkParams p = checked_index_topk(indices, positions, q, index_pages, page_table, weights, cache_seqlens,
+                                               scratch, report, k_start);
   for_each_part(p, [](const IndexTopkParams& part) {
     run_logits("index_topk", part.logits);
     run_select("index_topk", part.select);

@@ -65,9 +65,9 @@ void index_logits_cuda(const Tensor& logits, const Tensor& q, const Tensor& k, c
 // The kernels of each part wait for those before them, so the scratch serves one part after the other.
 void index_topk_cuda(const Tensor& indices, const OptionalTensor& positions, const Tensor& q, const Tensor& index_pages,
                      const Tensor& page_table, const Tensor& weights, const Tensor& cache_seqlens,
-                     const Tensor& scratch, const OptionalTensor& report) {
-  const IndexTopkParams p =
-      checked_index_topk(indices, positions, q, index_pages, page_table, weights, cache_seqlens, scratch, report);
+                     const Tensor& scratch, const OptionalTensor& report, const OptionalTensor& k_start) {
+  const IndexTopkParams p = checked_index_topk(indices, positions, q, index_pages, page_table, weights, cache_seqlens,
+                                               scratch, report, k_start);
   const OnDevice guard(q);
   for_each_part(p, [&](const IndexTopkParams& part) {
     launch_logits("index_topk", part.logits, current_stream(q));

@@ -20,6 +20,9 @@ struct SelectParams {
   DType dtype;
   const int32_t* lengths;     // [T]: keys of a row; below 1: padding
   const int32_t* row_starts;  // [T]: column of a row's first key; or null for 0
+  // With row_starts alone: `lengths` are the columns behind a row's last key, and the page table has a cell for the
+  // keys in front of its first one, too.
+  bool lengths_are_ends = false;
   // Where a position is turned into a slot: the page table, or an offset per row, or neither.
   const int32_t* page_table;  // [num_requests, max_pages], or null
   int64_t stride_table, num_requests, max_pages;
@@ -107,7 +110,7 @@ struct LogitsParams {
   const uint8_t* k;  // [num_keys, dim] e4m3
   int64_t num_keys, stride_k;
   const float* k_scale;                  // [num_keys]
-  const int32_t *row_starts, *row_ends;  // [T]: keys that a row sees
+  const int32_t *row_starts, *row_ends;  // [T]: keys that a row sees; in pages of the CPU alone the first one, or null
   bool compressed;                       // a row's first column is its first key; else column j is key j
   int32_t* report;
   ReportOp report_op = kReportIndexLogitsPaged;  // of keys in pages

@@ -13,6 +13,7 @@ inline IndexTopkParams rows_of(const IndexTopkParams& p, int64_t first, int64_t 
   logits.q += first * logits.stride_token;
   logits.weights += first * logits.stride_weights;
   logits.cache_seqlens += first;
+  if (logits.row_starts != nullptr) logits.row_starts = select.row_starts = logits.row_starts + first;
   logits.page_table += request * logits.stride_table;
   logits.seqlen_q = static_cast<int>(min_of<int64_t>(logits.seqlen_q, count));
   logits.first_row = select.first_row = first;

@@ -60,7 +60,8 @@ STABLE_TORCH_LIBRARY(attnops, m) {
   m.def(
       "build_block_tables(Tensor(a!) block_tables, Tensor(b!) block_seqlens, Tensor block_list, Tensor page_table, "
       "Tensor? kv_indptr, Tensor cache_seqlens, Tensor? cu_seqlens_q, int page_size, int num_pages, int block_size, "
-      "int page_step, int unit_step, int head_step, bool causal=True, Tensor(c!)? report=None) -> ()");
+      "int page_step, int unit_step, int head_step, bool causal=True, Tensor(c!)? report=None, int window_left=-1) -> "
+      "()");
   m.def(
       "label_scores(Tensor(a!) scores, Tensor q_labels, Tensor label_pages, Tensor page_table, Tensor cache_seqlens, "
       "Tensor(b!)? report=None) -> ()");
@@ -113,7 +114,8 @@ STABLE_TORCH_LIBRARY(attnops, m) {
       "Tensor k_end, bool compressed=False, Tensor(b!)? report=None) -> ()");
   m.def(
       "index_topk(Tensor(a!) indices, Tensor(b!)? positions, Tensor q, Tensor index_pages, Tensor page_table, "
-      "Tensor weights, Tensor cache_seqlens, Tensor(c!) scratch, Tensor(d!)? report=None) -> ()");
+      "Tensor weights, Tensor cache_seqlens, Tensor(c!) scratch, Tensor(d!)? report=None, "
+      "Tensor? k_start=None) -> ()");
   m.def(
       "expand_rows(Tensor(a!) seqlens, Tensor(b!) rows, Tensor(c!) topk_length, Tensor cache_seqlens, "
       "Tensor cu_seqlens_q, int topk, int ratio=1, Tensor(d!)? report=None) -> ()");

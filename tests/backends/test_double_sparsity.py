@@ -13,7 +13,7 @@ from attnops.backends.double_sparsity import load_heavy_channels
 from attnops.graphs import CudaGraphs
 from attnops.layers import RadixAttention
 from attnops.pools import DoubleSparseTokenToKVPool, MHATokenToKVPool
-from attnops.types import AttentionBatch, AttentionSpec, ForwardMode, Limits
+from attnops.types import AttentionBatch, AttentionSpec, AttentionType, ForwardMode, Limits
 from checks import MAX_RELATIVE_ERROR, relative_error
 from graph_tape import GraphTape
 
@@ -28,7 +28,9 @@ def make(spec, limits, device="cpu", **options):
 
 
 class Model:
-    def __init__(self, page_size=16, *, channels=8, tokens=24, threshold=64, seed=0, device="cpu", **dtypes):
+    def __init__(
+        self, page_size=16, *, channels=8, tokens=24, threshold=64, seed=0, device="cpu", has_sinks=False, **dtypes
+    ):
         self.rng, self.generator, self.device = random.Random(seed), torch.Generator().manual_seed(seed), device
         self.dtype, self.tokens, self.threshold = dtypes.get("dtype", torch.float32), tokens, threshold
         kv_dtype = dtypes.get("kv_dtype", self.dtype)
@@ -46,11 +48,14 @@ class Model:
             dtype=self.dtype,
             kv_dtype=kv_dtype,
             page_size=page_size,
+            has_sinks=has_sinks,
         )
         limits = Limits(max_batch_size=ROWS, max_seqlen=CONTEXT, max_num_tokens=600, max_tokens_per_request=3)
         options = {"ds_heavy_channel_num": channels, "ds_heavy_token_num": tokens}
         self.backend = make(spec, limits, device, ds_sparse_decode_threshold=threshold, **options)
-        self.layers = [RadixAttention(HEADS, DIM, SCALE, KV_HEADS, index) for index in range(2)]
+        self.sinks = torch.linspace(-1, 4, HEADS) if has_sinks else torch.full((HEADS,), -math.inf)
+        sinks = self.sinks.to(device) if has_sinks else None
+        self.layers = [RadixAttention(HEADS, DIM, SCALE, KV_HEADS, index, sinks=sinks) for index in range(2)]
         self.past = {}  # (layer, row): k and v of all tokens
 
     def draw(self, *shape):
@@ -103,7 +108,8 @@ class Model:
                     if selects and last >= self.threshold and last > self.tokens:
                         label = k[:last, h][:, channels[h]]
                         keys = (mine[:, channels[h]] @ label.T).amax(0).topk(self.tokens).indices
-                    out[own] = (SCALE * mine @ k[keys, h].T).softmax(-1) @ v[keys, h]
+                    scores = torch.cat([SCALE * mine @ k[keys, h].T, self.sinks[own, None].double()], 1)
+                    out[own] = scores.softmax(-1)[:, :-1] @ v[keys, h]
                 outs.append(out)
             done += count
         return torch.stack(outs)
@@ -133,6 +139,14 @@ def test_every_mode(page_size, device, monkeypatch):
     if device == "cpu":
         monkeypatch.setenv("ATTNOPS_CHECK", "1")
     serve(Model(page_size, device=device))
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_sinks(device):
+    """In dense steps, and in both calls of a step that selects."""
+    serve(Model(device=device, has_sinks=True))
+    options = {"channels": DIM, "tokens": 300, "dtype": torch.bfloat16}
+    serve(Model(device=device, has_sinks=True, **options), 2 * MAX_RELATIVE_ERROR[torch.bfloat16])
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
@@ -241,7 +255,7 @@ def test_options_are_checked(options, words):
 
 def test_what_is_not_served_is_refused():
     channels = {"sorted_channels": [torch.arange(64).expand(2, -1)]}
-    for options in ({"sliding_window_size": 8}, {"has_sinks": True}):
+    for options in ({"sliding_window_size": 8}, {"attn_type": AttentionType.ENCODER_ONLY}):
         with pytest.raises(NotImplementedError, match="double_sparsity does not serve this model"):
             DoubleSparseAttnBackend(spec_of(**options), LIMITS, **channels)
     with pytest.raises(NotImplementedError, match="DoubleSparseAttnBackend"):

@@ -51,7 +51,7 @@ def assert_close(problem, got, expected):
 def check_decode(problem, block_size, columns, *, seqlen_q=1, seed=1, **options):
     lists = draw_lists(problem, block_size, columns, seed=seed)
     got = decode_blocks(problem, lists, block_size, seqlen_q=seqlen_q, **options)
-    for name in ("csr", "num_sm_parts", "fixed_split_tokens"):
+    for name in ("csr", "num_sm_parts", "fixed_split_tokens", "seqlen_q"):
         options.pop(name, None)
     assert_close(problem, got, blocks_expected(problem, lists, block_size, **options))
 
@@ -84,6 +84,55 @@ def test_decode_of_several_tokens(sizes, causal, device):
     page_size, block_size, columns = sizes
     problem = paged_problem([300, 64, 3, 129], 3, page_size=page_size).to(device)
     check_decode(problem, block_size, columns, seqlen_q=3, causal=causal, logit_cap=20.0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP8])
+@pytest.mark.parametrize("heads", [(8, 1), (8, 2), (6, 6)])
+def test_decode_with_sinks(heads, dtype, device):
+    """Of one KV head in the kernels, of several behind them. The lse is without them unless asked for."""
+    kinds = {"dtype": BF16, "kv_dtype": FP8} if dtype == FP8 else {"dtype": dtype}
+    problem = paged_problem(LENGTHS, page_size=16, num_q_heads=heads[0], num_kv_heads=heads[1], **kinds).to(device)
+    sinks = torch.linspace(-3, 6, heads[0], device=device)
+    check_decode(problem, 16, 9, sinks=sinks)
+    lists = draw_lists(problem, 16, 9)
+    plain, joined = (decode_blocks(problem, lists, 16, sinks=sinks, sinks_in_lse=both) for both in (False, True))
+    assert torch.equal(plain[0], joined[0])
+    expected = torch.where(plain[1] == -math.inf, plain[1], torch.logaddexp(plain[1], sinks.cpu()))
+    torch.testing.assert_close(joined[1], expected, rtol=1e-6, atol=1e-6)
+    pages = (problem.k_pages, problem.v_pages, problem.page_table, problem.cache_seqlens)
+    scales = {"k_scale": problem.k_scale, "v_scale": problem.v_scale}
+    plan = decode_plan(problem, lists, 16, num_sm_parts=3)
+    bare, lse = ops.xqa_decode(problem.q, *pages, plan, block_list=lists.to(device), sinks=sinks, **scales)
+    assert lse is None and torch.equal(bare.cpu(), plain[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("window_left", [0, 1, 15, 16, 40, 70, 1000])
+@pytest.mark.parametrize("sizes", [(16, 16, 9), (64, 4, 60), (16, 64, 4), (24, 16, 7), (64, 1, 150)])
+def test_decode_with_windows(sizes, window_left, device):
+    """A window begins within a block and within a page, of one token and of several, with sinks."""
+    page_size, block_size, columns = sizes
+    problem = paged_problem(LENGTHS, page_size=page_size).to(device)
+    check_decode(problem, block_size, columns, window_left=window_left, csr=window_left == 16)
+    several = paged_problem([300, 64, 3, 129], 3, page_size=page_size, layout="hnd").to(device)
+    sinks = torch.linspace(-2, 2, 8, device=device)
+    rules = {"window_left": window_left, "seqlen_q": 3, "sinks": sinks, "num_sm_parts": None}
+    for causal in (True, False):
+        check_decode(several, block_size, columns, causal=causal, **rules)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_window_and_lists_of_all_blocks_are_a_dense_window(device):
+    problem = paged_problem([300, 64, 129], page_size=16).to(device)
+    lists = torch.arange(19, dtype=torch.int32).expand(3, 2, 19).clone()
+    lists[lists >= -(-problem.cache_seqlens.cpu() // 16).view(3, 1, 1)] = -1
+    got = decode_blocks(problem, lists, 16, window_left=45)
+    dense = XqaDecodePlan.allocate(3, num_q_heads=8, num_kv_heads=2, head_dim=64, window_left=45, device=device)
+    ops.xqa_decode_plan(dense, problem.cache_seqlens)
+    pages = (problem.k_pages, problem.v_pages, problem.page_table, problem.cache_seqlens)
+    expected = ops.xqa_decode(problem.q, *pages, dense, window_left=45, return_lse=True)
+    assert_close(problem, got, (expected[0].cpu().double(), expected[1].cpu().double()))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -374,19 +423,21 @@ def test_a_captured_prefill_serves_other_batches(sizes):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rules", ["plain", "sinks", "window"])
 @pytest.mark.parametrize("sizes", [(64, 64, 6), (64, 16, 12), (64, 1, 150)])
-def test_a_captured_call_serves_other_lists_lengths_and_tables(sizes):
+def test_a_captured_call_serves_other_lists_lengths_and_tables(sizes, rules):
+    rules = {"sinks": {"sinks": torch.linspace(-2, 2, 16, device="cuda")}, "window": {"window_left": 75}}.get(rules, {})
     page_size, block_size, columns = sizes
     shape = {"num_q_heads": 16, "num_kv_heads": 4, "head_dim": 128, "page_size": page_size}
     problem = paged_problem([500, 300, 64, 200], **shape).to("cuda")
     lists = torch.full((4, 4, columns), -1, dtype=torch.int32, device="cuda")
     lengths, table = torch.zeros_like(problem.cache_seqlens), torch.full_like(problem.page_table, 2**30)
-    plan = decode_plan(problem, lists, block_size)
+    plan = decode_plan(problem, lists, block_size, window_left=rules.get("window_left", -1))
     out, lse = torch.empty_like(problem.q), torch.empty(problem.q.shape[:-1], device="cuda")
 
     def step():
         pages = (problem.k_pages, problem.v_pages, table, lengths)
-        ops.xqa_decode(problem.q, *pages, plan, block_list=lists, out=out, lse=lse)
+        ops.xqa_decode(problem.q, *pages, plan, block_list=lists, out=out, lse=lse, **rules)
 
     graph = captured(step)
     for seed, now in enumerate([[500, 300, 64, 200], [1, 0, 33, 199], [450, 300, 1, 64]]):
@@ -401,8 +452,8 @@ def test_a_captured_call_serves_other_lists_lengths_and_tables(sizes):
         out.fill_(math.nan)
         graph.replay()
         torch.cuda.synchronize()
-        assert_close(current, (out.cpu(), lse.cpu()), blocks_expected(current, lists.cpu(), block_size))
-        eager, _ = decode_blocks(current, lists.cpu(), block_size, plan=plan)
+        assert_close(current, (out.cpu(), lse.cpu()), blocks_expected(current, lists.cpu(), block_size, **rules))
+        eager, _ = decode_blocks(current, lists.cpu(), block_size, plan=plan, **rules)
         assert torch.equal(eager, out.cpu()), "a replay has the bits of an eager call"
 
 
@@ -440,8 +491,9 @@ PLAIN_PLAN = XqaDecodePlan.allocate(2, num_q_heads=8, num_kv_heads=2, head_dim=6
     [
         ({"plan": PLAIN_PLAN}, "plan must be a BlockDecodePlan"),
         ({"block_list": None}, "block_list must be given"),
-        ({"window_left": 8}, "window_left must be -1 with block_list, got 8"),
-        ({"sinks": torch.zeros(8)}, "sinks must be None with block_list"),
+        ({"window_left": 8}, "window_left -1, the call has 8"),
+        ({"sinks": torch.zeros(7)}, r"sinks must be torch.float32 \[8\] on cpu, got torch.float32 \[7\] on cpu"),
+        ({"sinks": torch.zeros(8).bfloat16()}, "sinks must be torch.float32 .* got torch.bfloat16"),
         ({"tree_mask": torch.ones(2, 1, 1, dtype=torch.uint8)}, "tree_mask must be None with block_list"),
         ({"tree_keys": 4}, "tree_keys must be 0 with block_list, got 4"),
         ({"k_scale": torch.ones(2)}, r"k_scale.shape\[0\] must be 1 with block_list, got 2"),
@@ -502,6 +554,8 @@ def test_plans_name_what_is_out_of_range(change, words):
     given = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 64, "num_blocks": 4, "block_size": 16, "page_size": 16}
     with pytest.raises(ValueError, match=f"BlockDecodePlan.allocate: {words}"):
         BlockDecodePlan.allocate(2, **{**given, **change})
+    with pytest.raises(ValueError, match=r"BlockDecodePlan\.allocate: window_left must be in"):
+        BlockDecodePlan.allocate(2, **given, window_left=-2)
     with pytest.raises(ValueError, match=f"BlockPrefillPlan.allocate: {words}"):
         BlockPrefillPlan.allocate(9, 2, **{**given, **change})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -15,22 +16,28 @@ INT32 = torch.int32
 UNTOUCHED = -7
 
 
-def expected(lists, table, seqlens, rows_per_request, block, page, steps, new=None, causal=True):
+def expected(lists, table, seqlens, rows_per_request, block, page, steps, new=None, causal=True, window=-1):
     """(keys, cells) of every row and head, by plain loops."""
-    unit = math.gcd(block, page)
+    unit = math.gcd(block, page) if window < 0 else 1
     found = []
     for b, cached in enumerate(seqlens):
         for i in range(rows_per_request):
             length = max(cached - (rows_per_request - 1 - i if causal else 0), 0)
             first_tail = length // block if not new or not new[b] else max(length - new[b], 0) // block
+            first = max(cached - rows_per_request + i - window, 0) if window >= 0 else 0
             for h, mine in enumerate(lists[b]):
-                whole = [j for j in mine if 0 <= j < first_tail]
+                whole = [j for j in mine if first <= j * block and 0 <= j < first_tail]
+                cut = next((j for j in mine if 0 <= j < first_tail and j * block < first < (j + 1) * block), None)
                 has_tail = bool(new and new[b]) or any(first_tail <= j < -(-length // block) for j in mine)
                 units = [j * block // unit + n for j in whole for n in range(block // unit)]
                 keys = len(whole) * block
+                if cut is not None:
+                    units += range(first, (cut + 1) * block)
+                    keys += (cut + 1) * block - first
                 if has_tail:
-                    units += range(first_tail * block // unit, -(-length // unit))
-                    keys += length - first_tail * block
+                    begin = max(first_tail * block, first)
+                    units += range(begin // unit, -(-length // unit))
+                    keys += length - begin
                 cells = []
                 for n in units:
                     cell, inside = n * unit // page, n * unit % page // unit
@@ -107,6 +114,21 @@ def test_equals_loops(seed, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seed", range(60))
+def test_windows_equal_loops(seed, device):
+    r, page, block, lists, table, seqlens = drawn(seed)
+    window, steps = r.choice([0, 1, block - 1, block, r.randint(0, 5 * block)]), (page, 1, 0)
+    rows, causal = r.choice([1, 1, 2, 4]), r.choice([True, False])
+    options = {"rows_per_request": rows, "block_size": block, "page_size": page, "num_pages": 1000, "causal": causal}
+    given = {"cells": lists.shape[2] * block, "page_step": page, "unit_step": 1, "window_left": window}
+    tables, lengths = build(lists, table, seqlens, device, **options, **given)
+    found = expected(lists.tolist(), table.tolist(), seqlens, rows, block, page, steps, None, causal, window)
+    for (keys, cells), got, length in zip(found, tables.tolist(), lengths.tolist()):
+        assert length == keys == len(cells) and got[: len(cells)] == cells
+        assert all(cell == UNTOUCHED for cell in got[len(cells) :])
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("seed", range(40))
 def test_blocks_of_new_tokens_are_in_and_come_last(seed, device):
     r, page, block, lists, table, seqlens = drawn(seed)
@@ -144,8 +166,10 @@ def hostile(device):
 @pytest.mark.gpu
 def test_hostile_values_stay_inside_on_a_gpu():
     lists, table, options = hostile("cuda")
-    for seqlens in ([64, 64], [2**31 - 1, -5], [-(2**31), 2**31 - 1]):
-        tables, lengths = build(lists, table, seqlens, "cuda", **options)
+    windows = [{}, *({"window_left": w, "cells": 64, "rows_per_request": 3} for w in (0, 20, 2**31 - 1))]
+    cases = ([64, 64], [2**31 - 1, -5], [-(2**31), 2**31 - 1])
+    for seqlens, window in itertools.product(cases, windows):
+        tables, lengths = build(lists, table, seqlens, "cuda", **options, **window)
         assert ((lengths >= 0) & (lengths <= 64)).all()
         assert ((tables == UNTOUCHED) | ((tables >= -1) & (tables < 6))).all()
     falling = torch.tensor([9, 3, -8], dtype=INT32)
@@ -214,6 +238,9 @@ def test_schema_fake_and_mutation(device):
         ({"page_size": 0}, "page_size must be"),
         ({"num_pages": -1}, "num_pages must be"),
         ({"head_step": -1}, "head_step must be"),
+        ({"window_left": -2}, "window_left must be"),
+        ({"window_left": 3, "cu_seqlens_q": torch.zeros(3, dtype=INT32)}, "window_left must be -1 with cu_seqlens_q"),
+        ({"window_left": 3}, r"block_tables\.shape\[2\] .* at least 32 .*with window_left"),
         ({"page_step": 2**31 - 1}, "page_step, unit_step and head_step must make cells of int32"),
         ({"block_list": torch.zeros(3, 1, 2, dtype=INT32)}, r"block_list\.shape\[0\] \(batch_size\) must be 2"),
         ({"block_list": torch.zeros(2, 1, 2)}, "block_list must have dtype int32"),

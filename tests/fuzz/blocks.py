@@ -66,7 +66,7 @@ def _judge(problem: PagedProblem, got: tuple[Tensor, Tensor], expected: tuple[Te
 
 
 def right_decode(draw: Draw) -> None:
-    """`ops.xqa_decode` with a `block_list`: one token or several, balanced and batch-invariant plans."""
+    """`ops.xqa_decode` with a `block_list`: one token or several, plans of both kinds, windows and sinks."""
     draw.saw("block_list of xqa_decode", "op build_block_tables")
     set_isa(draw)
     seqlen_q = draw.pick([1, 1, 1, 2, 4])
@@ -74,9 +74,12 @@ def right_decode(draw: Draw) -> None:
     problem = _draw_problem(draw, seqlen_q, lengths)
     lists, block = _draw_lists(draw, problem)
     rules = {"causal": draw.chance(0.7), "logit_cap": draw.pick([0.0, 0.0, 20.0])}
+    rules["window_left"] = draw.pick([-1, -1, 0, block, draw.number(0, 400)])
     how = {"num_sm_parts": draw.pick([None, 1, 3, 7]), "fixed_split_tokens": draw.pick([0, 0, 64, 128])}
-    draw.note(**rules, **how)
-    plan = decode_plan(problem, lists, block, seqlen_q, **how)
+    sinks = draw.chance(0.3)
+    draw.note(**rules, **how, sinks=sinks)
+    rules["sinks"] = draw.normal(problem.q.shape[1]).to(draw.device) if sinks else None
+    plan = decode_plan(problem, lists, block, seqlen_q, window_left=rules["window_left"], **how)
     csr = draw.chance(0.3)
     got = decode_blocks(problem, lists, block, seqlen_q=seqlen_q, csr=csr, plan=plan, **rules)
     _judge(problem, got, blocks_expected(problem, lists, block, **rules))

@@ -95,6 +95,8 @@ def _check_topk(draw: Draw, where: tuple[Tensor, ...], columns: int) -> None:
     logits = weights.new_full((rows, columns), float("nan"))
     ops.index_logits_paged(*where, logits=logits)
     requests = torch.arange(len(table), dtype=torch.int32, device=table.device).repeat_interleave(ends.shape[1])
+    if draw.chance(0.4) and rows and columns and table.shape[1]:
+        _check_starts(draw, where, logits, requests, k)
     expected = ops.topk_select(
         logits, ends.flatten(), k, page_table=table, row_to_request=requests, page_size=pages.shape[1]
     )
@@ -105,6 +107,21 @@ def _check_topk(draw: Draw, where: tuple[Tensor, ...], columns: int) -> None:
         raise Failure("indices of index_topk differ from those of two calls")
     indices.check("indices")
     scratch.check("scratch")
+
+
+def _check_starts(draw: Draw, where: tuple[Tensor, ...], logits: Tensor, requests: Tensor, k: int) -> None:
+    """`index_topk` with a first key for each row."""
+    _, pages, table, _, ends = where
+    page_size, rows, columns = pages.shape[1], *logits.shape
+    starts = _ints(draw, [draw.number(0, columns) for _ in range(rows)])
+    positions = ops.topk_select(
+        logits, (ends.flatten() - starts).clamp(min=0), k, row_starts=starts.clamp(max=columns - 1)
+    )
+    at = (positions + starts.view(-1, 1)).clamp(min=0, max=table.shape[1] * page_size - 1)
+    slots = table[requests.long()].gather(1, (at // page_size).long()) * page_size + at % page_size
+    expected = torch.where(positions < 0, -1, slots).int()
+    if not torch.equal(ops.index_topk(*where, k, k_start=starts.view_as(ends), max_seqlen_k=columns), expected):
+        raise Failure("indices of index_topk differ from those of two calls, from a first key on")
 
 
 def right_logits(draw: Draw) -> None:

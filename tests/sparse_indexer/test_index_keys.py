@@ -87,6 +87,28 @@ def test_queries_fold_their_scales_into_weights(heads, dim, rotate, ue8m0, dtype
     same(got_weights, weights.float() * torch.tensor(factor, dtype=torch.float32) * scales)
 
 
+@pytest.mark.parametrize("isa", ["scalar", "avx2", "avx512", "avx512_bf16", "amx"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_every_instruction_set_has_these_bits(dim, isa, monkeypatch):
+    """Also values halfway between two of e4m3, its subnormals, and numbers of every size."""
+    monkeypatch.setenv("ATTNOPS_CPU_ISA", isa)
+    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    halfway = torch.cat([codes, (codes[1:] + codes[:-1]) / 2, -codes])[: dim * 5 // 2].repeat(4)
+    halfway = halfway[: halfway.numel() // dim * dim].view(-1, dim).clone()
+    halfway[:, 0] = 448  # the scale is then 1
+    any_size = torch.randint(-(2**31), 2**31, (40, dim), dtype=torch.int64).int().view(torch.float32)
+    any_size = torch.where(any_size.isnan(), math.nan, any_size)
+    for dtype in DTYPES:
+        for rotate, ue8m0 in OPTIONS:
+            given = [rows_of(33, dim, dtype), halfway.to(dtype)]
+            given += [any_size] if dtype == torch.float32 and not rotate else []
+            x = torch.cat(given)
+            got, weights = ops.quantize_index_q(x[:, None], torch.ones(len(x), 1), hadamard=rotate, ue8m0=ue8m0)
+            keys, scales = reference.quantize(x, rotate=rotate, ue8m0=ue8m0)
+            same(got[:, 0], keys)
+            same(weights[:, 0], scales)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_queries_go_into_slices(device):
     q, weights = torch.randn(4, 3, 128).to(device), torch.randn(4, 3).to(device)

@@ -193,10 +193,23 @@ def test_ranges_out_of_range(start, end, compressed, columns, device):
             ops.index_logits(*arguments, compressed=compressed, logits=out)
 
 
-@pytest.mark.parametrize("isa", ["scalar", "avx2", "avx512"])
+@pytest.mark.parametrize("isa", ["scalar", "avx2", "avx512", "avx512_bf16", "amx"])
 def test_every_instruction_set(isa, monkeypatch):
+    """Also: a row has the same bits alone, and a NaN in a query stays one."""
     monkeypatch.setenv("ATTNOPS_CPU_ISA", isa)
     run_paged([[300], [17]], 20, 128, 64, "cpu")
+    run_paged([[n + i for i in range(11)] for n in (90, 640)], 13, 64, 5, "cpu")
+    q, weights = queries(19, 40, 128)
+    q[7, 39, 5] = math.nan
+    k, k_scale = keys_of(333, 128)
+    bounds = (ints([i for i in range(19)]), ints([333 - 2 * i for i in range(19)]))
+    together = ops.index_logits(q, k, k_scale, weights, *bounds, logits=torch.zeros(19, 333))
+    assert together[7, 7:319].isnan().all() and together.isnan().sum() == 312
+    for row in (0, 7, 8, 18):
+        one = slice(row, row + 1)
+        given = (q[one], k, k_scale, weights[one], *(bound[one] for bound in bounds))
+        alone = ops.index_logits(*given, logits=torch.zeros(1, 333))
+        assert torch.equal(alone.nan_to_num(), together[one].nan_to_num())
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -59,6 +59,56 @@ def test_a_long_prompt_of_one_request(rows_at_once, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows_at_once", [1, 3, 100])
+@pytest.mark.parametrize(("seqlen_q", "page_size", "heads", "dim"), [(1, 64, 64, 128), (3, 5, 8, 128), (4, 16, 16, 64)])
+def test_keys_from_a_start_on(seqlen_q, page_size, heads, dim, rows_at_once, device):
+    """Starts in front of, at and behind a row's end: the bits of two calls, and slots behind the start."""
+    lengths = [[n + i for i in range(seqlen_q)] for n in (700, 0, 17, 129, 640)]
+    starts = ints([[s + i % 2 for i in range(seqlen_q)] for s in (257, 0, 17, 5, 600)], device)
+    paged = Paged(lengths, page_size, dim, device)
+    rows, k, ends = 5 * seqlen_q, 24, ints(lengths, device)
+    q, weights = (t.to(device) for t in queries(rows, heads, dim))
+    given = (q.view(5, seqlen_q, heads, dim), paged.pages, paged.table, weights, ends)
+    logits = ops.index_logits_paged(*given)
+    counts = (ends - starts).clamp(min=0).flatten()
+    positions = ops.topk_select(logits, counts, k, row_starts=starts.flatten().contiguous())
+    requests = torch.arange(5, device=device).repeat_interleave(seqlen_q)
+    at = (positions + starts.view(-1, 1)).clamp(min=0, max=paged.table.shape[1] * page_size - 1)
+    slots = paged.table[requests].gather(1, (at // page_size).long()) * page_size + at % page_size
+    got_positions = torch.full_like(positions, SENTINEL)
+    scratch = torch.full((rows_at_once, logits.shape[1]), math.nan, device=device)
+    got = ops.index_topk(*given, k, k_start=starts, positions=got_positions, scratch=scratch)
+    assert torch.equal(got_positions, positions)
+    assert torch.equal(got, torch.where(positions < 0, -1, slots).int())
+    assert torch.equal(ops.index_topk(*given, k, k_start=torch.zeros_like(starts)), ops.index_topk(*given, k))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows_at_once", [7, 64])
+@pytest.mark.parametrize("page_size", [64, 6])
+def test_a_ragged_prompt_as_one_request(page_size, rows_at_once, device):
+    """Pages of three requests side by side: each row selects what it selects in a request of its own."""
+    new, cached, k = [9, 1, 20], [150, 1, 300], 40
+    lengths = [[n] for n in cached]
+    paged = Paged(lengths, page_size, 128, device)
+    request = torch.tensor([0, 1, 2]).repeat_interleave(torch.tensor(new))
+    ends = torch.cat([torch.arange(n - m, n) + 1 for n, m in zip(cached, new)]).int().to(device)
+    q, weights = (t.to(device) for t in queries(len(request), 16, 128))
+    alone = (q[:, None], paged.pages, paged.table[request.to(device)], weights, ends[:, None])
+    positions = torch.zeros(len(request), k, dtype=torch.int32, device=device)
+    expected = ops.index_topk(*alone, k, positions=positions, max_seqlen_k=300)
+    cells = [-(-n // page_size) for n in cached]
+    flat = torch.cat([paged.table[i, :count] for i, count in enumerate(cells)])[None]
+    first = page_size * torch.tensor([0, *cells[:2]]).cumsum(0).int()
+    starts = first[request].to(device)
+    scratch = torch.full((rows_at_once, flat.shape[1] * page_size), math.nan, device=device)
+    together = (q[None], paged.pages, flat, weights, (starts + ends)[None])
+    got_positions = torch.zeros_like(positions)
+    got = ops.index_topk(*together, k, k_start=starts[None], positions=got_positions, scratch=scratch)
+    assert torch.equal(got, expected) and torch.equal(got_positions, positions)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("batch", "seqlen_q", "heads"), [(0, 1, 8), (2, 0, 8), (2, 1, 0)])
 def test_empty_extents(batch, seqlen_q, heads, device):
     pages, k = 3, 4
@@ -85,6 +135,7 @@ FAULTS = {
     "length 9 at request 1, position 0, must be in [0, 9)": {"lengths": [3, 9]},
     "keys of a row 7 at request 0": {"lengths": [7, 2], "columns": 6},
     "page index 2 at request 1, position 1, must be in [0, 2)": {"table": [[0, 1], [0, 2]], "lengths": [2, 5]},
+    "first key -3 at request 1": {"starts": [0, -3]},
 }
 
 
@@ -97,12 +148,15 @@ def test_faults_name_the_row_of_the_call(told, device):
     q, weights = (t.to(device) for t in queries(2, 8, 128))
     lengths, table = ints(given["lengths"], device).view(2, 1), ints(given["table"], device)
     arguments = (q.unsqueeze(1), pages, table, weights, lengths, 2)
-    scratch = torch.zeros(1, given["columns"], device=device)
-    ops.index_topk(*arguments, scratch=scratch, report=report)
+    more = {"scratch": torch.zeros(1, given["columns"], device=device)}
+    if "starts" in given:
+        more["k_start"] = ints(given["starts"], device).view(2, 1)
+    out = ops.index_topk(*arguments, **more, report=report)
+    assert out.shape == (2, 2)
     assert "index_topk" in first_fault(report) and told in first_fault(report)
     if device == "cpu":
         with pytest.raises(RuntimeError, match=r"attnops::index_topk: .*got"):
-            ops.index_topk(*arguments, scratch=scratch)
+            ops.index_topk(*arguments, **more)
 
 
 def test_arguments():
@@ -118,6 +172,12 @@ def test_arguments():
         ops.index_topk(**given, scratch=torch.zeros(0, 8))
     with pytest.raises(RuntimeError, match=r"attnops::index_topk: scratch .*float32"):
         ops.index_topk(**given, scratch=torch.zeros(1, 8, dtype=torch.bfloat16))
+    with pytest.raises(
+        RuntimeError, match=r"attnops::index_topk: k_start.shape\[1\] \(seqlen_q\) must be 1 as in q, got 2"
+    ):
+        ops.index_topk(**given, k_start=torch.zeros(2, 2, dtype=torch.int32))
+    with pytest.raises(RuntimeError, match=r"attnops::index_topk: k_start must have dtype int32"):
+        ops.index_topk(**given, k_start=torch.zeros(2, 1))
     with pytest.raises(RuntimeError, match=r"attnops::index_topk: .*2049"):
         ops.index_topk(**given | {"k": 2049})
 
@@ -128,30 +188,34 @@ def test_schema_and_fake(device):
 
     given = indexer_arguments()["index_topk"]
     given = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in given.items()}
-    k, positions = given.pop("k"), given.pop("positions")
+    k, positions, k_start = given.pop("k"), given.pop("positions"), given.pop("k_start")
     indices = torch.zeros(2, k, dtype=torch.int32, device=device)
     tests = ("test_faketensor", "test_autograd_registration")  # torch's schema test has no sums of FP8
     scratch = torch.zeros(1, 8, device=device)
     op = torch.ops.attnops.index_topk.default
-    torch.library.opcheck(op, (indices, positions, *given.values(), scratch), test_utils=tests)
+    torch.library.opcheck(op, (indices, positions, *given.values(), scratch, None, k_start), test_utils=tests)
 
 
 @pytest.mark.gpu
-def test_replays_with_other_lengths():
-    """A recorded call, three turns of the scratch, over tables and lengths that change."""
+@pytest.mark.parametrize("from_a_start", [False, True])
+def test_replays_with_other_lengths(from_a_start):
+    """A recorded call, three turns of the scratch, over lengths, and first keys, that change."""
     lengths = [[700], [4100], [90], [2500], [1]]
     paged = Paged(lengths, 64, 128, "cuda")
     q, weights = (t.cuda() for t in queries(5, 64, 128))
     seen, scratch = ints(lengths, "cuda"), torch.empty(2, 4200, device="cuda")
     given = (q.unsqueeze(1), paged.pages, paged.table, weights, seen, 512)
-    out = ops.index_topk(*given, scratch=scratch)
+    starts = {"k_start": torch.zeros_like(seen)} if from_a_start else {}
+    out = ops.index_topk(*given, scratch=scratch, **starts)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        ops.index_topk(*given, indices=out, scratch=scratch)
+        ops.index_topk(*given, indices=out, scratch=scratch, **starts)
     expected, wrong = torch.empty_like(out), torch.zeros((), dtype=torch.int64, device="cuda")
     longest, own = ints(lengths, "cuda"), torch.empty_like(scratch)
     for _ in range(1000):
         seen.copy_(torch.minimum(longest, torch.randint(-1, 4100, (5, 1), device="cuda")))
+        for start in starts.values():
+            start.random_(0, 3000)
         graph.replay()
-        wrong += (out != ops.index_topk(*given, indices=expected, scratch=own)).sum()
+        wrong += (out != ops.index_topk(*given, indices=expected, scratch=own, **starts)).sum()
     assert not wrong.item()

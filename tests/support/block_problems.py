@@ -44,6 +44,7 @@ def blocks_expected(
     softmax_scale: float | None = None,
     logit_cap: float = 0.0,
     sinks: Tensor | None = None,
+    window_left: int = -1,
 ) -> tuple[Tensor, Tensor]:
     """(out ``[T, H_q, D]``, lse ``[T, H_q]``) in float64, by plain loops over rows and heads.
 
@@ -76,7 +77,10 @@ def blocks_expected(
                 often = counts.clone()
                 if (last + 1) % block_size:
                     often[(last + 1) // block_size].clamp_(max=1)  # a block that the row cuts counts once
-                weight = often[position // block_size] * (position <= last)
+                first = length - new + i - window_left if window_left >= 0 else 0
+                if first > 0 and first % block_size:
+                    often[min(first // block_size, len(often) - 1)].clamp_(max=1)  # and so does one that a window cuts
+                weight = often[position // block_size] * (position <= last) * (position >= first)
                 seen = weight > 0
                 if not bool(seen.any()):
                     continue
@@ -118,15 +122,17 @@ def decode_blocks(
     plan: BlockDecodePlan | None = None,
     num_sm_parts: int | None = 3,
     fixed_split_tokens: int = 0,
+    window_left: int = -1,
     **options,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of `xqa_decode`, both on the CPU, by token."""
     if plan is None:
-        how = {"num_sm_parts": num_sm_parts, "fixed_split_tokens": fixed_split_tokens}
+        how = {"num_sm_parts": num_sm_parts, "fixed_split_tokens": fixed_split_tokens, "window_left": window_left}
         plan = decode_plan(problem, lists, block_size, seqlen_q, **how)
     plan.block_tables.fill_(2**30)  # what no row needs
     plan.decode.out_partial.fill_(torch.nan)
     plan.decode.lse_partial.fill_(torch.nan)
+    plan.sink_lse.fill_(torch.nan)
     out, lse = ops.xqa_decode(
         problem.q,
         problem.k_pages,
@@ -140,6 +146,7 @@ def decode_blocks(
         v_scale=problem.v_scale,
         out=torch.full_like(problem.q, torch.nan),
         return_lse=True,
+        window_left=window_left,
         **options,
     )
     return out.cpu(), lse.cpu()

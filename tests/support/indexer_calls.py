@@ -22,7 +22,8 @@ def indexer_arguments() -> dict[str, dict[str, Any]]:
         | {"cache_seqlens": torch.tensor([[8], [3]]).int(), "logits": torch.zeros(2, 8)},
         "index_topk": {"q": torch.zeros(2, 1, 3, 128, dtype=torch.uint8).view(torch.float8_e4m3fn)}
         | {"index_pages": pages, "page_table": torch.tensor([[0, 2], [1, 4]]).int(), "weights": torch.randn(2, 3)}
-        | {"cache_seqlens": torch.tensor([[8], [3]]).int(), "k": 4, "positions": torch.zeros(2, 4, dtype=torch.int32)},
+        | {"cache_seqlens": torch.tensor([[8], [3]]).int(), "k": 4, "positions": torch.zeros(2, 4, dtype=torch.int32)}
+        | {"k_start": torch.tensor([[1], [0]]).int()},
         "index_logits": {"q": torch.zeros(2, 3, 128, dtype=torch.uint8).view(torch.float8_e4m3fn)}
         | {"k": torch.zeros(9, 128, dtype=torch.uint8), "k_scale": torch.zeros(9), "weights": torch.randn(2, 3)}
         | {"k_start": torch.tensor([0, 2]).int(), "k_end": torch.tensor([5, 9]).int(), "logits": torch.zeros(2, 9)},

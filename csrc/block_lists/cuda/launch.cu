@@ -23,12 +23,12 @@ __global__ void __launch_bounds__(kThreads) build_kernel(const __grid_constant__
   int32_t* const table = p.tables + index * p.table_stride_row + head * p.table_stride_head;
   const int64_t room = blocks_with_room(p, row);
 
-  bool in_tail = row.whole_tail;
+  bool in_tail = row.whole_tail, in_cut = false;
   int64_t count = 0;
   for (int64_t base = 0; base < p.num_blocks; base += kThreads) {
     const int64_t position = base + lane;
     const int32_t block = position < p.num_blocks ? list[position] : -1;
-    const bool keep = stands_before_tail(p, row, head, position, block, in_tail);
+    const bool keep = stands_before_tail(p, row, head, position, block, in_tail, in_cut);
     const unsigned kept_here = __ballot_sync(~0u, keep);
     if (lane % 32 == 0) in_warp[warp] = __popc(kept_here);
     __syncthreads();
@@ -50,13 +50,17 @@ __global__ void __launch_bounds__(kThreads) build_kernel(const __grid_constant__
   }
 
   const int64_t tail = __syncthreads_or(in_tail) ? tail_units(p, row) : 0, whole = min_of(count, room);
-  const int64_t first = whole * p.units_per_block, fits = first + tail <= p.num_cells ? tail : 0;
+  const int64_t cut = p.window_left >= 0 && __syncthreads_or(in_cut) ? cut_units(p, row) : 0;
+  const int64_t first = whole * p.units_per_block + cut, fits = first + tail <= p.num_cells ? tail : 0;
+  for (int64_t i = lane; i < cut; i += kThreads) {  // there is no window where room may lack
+    table[first - cut + i] = cell_of(p, pages, row.request, head, row.first_key + i);
+  }
   for (int64_t i = lane; i < fits; i += kThreads) {
-    table[first + i] = cell_of(p, pages, row.request, head, row.first_tail * p.units_per_block + i);
+    table[first + i] = cell_of(p, pages, row.request, head, tail_unit(p, row) + i);
   }
   if (lane != 0) return;
   report_room(p, row, head, count, tail);
-  p.seqlens[index * p.seqlens_stride_row + head * p.seqlens_stride_head] = keys_of(p, row, whole, tail);
+  p.seqlens[index * p.seqlens_stride_row + head * p.seqlens_stride_head] = keys_of(p, row, whole, cut, tail);
 }
 
 }  // namespace

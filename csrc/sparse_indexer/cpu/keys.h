@@ -3,10 +3,10 @@
 
 #include "cpu/convert.h"
 #include "cpu/quantize_key.h"
+#include "sparse_indexer/cpu/quantize.h"
 #include "sparse_indexer/keys.h"
 
-// The definition of right, and the production kernels too: a row is 128 values. Each function takes a range of rows, so
-// that the caller splits the work over its threads.
+// Each function takes a range of rows, so that the caller splits the work over its threads.
 namespace attnops::sparse_indexer::cpu {
 
 inline float element(DType dtype, const void* data, int64_t i) {
@@ -16,28 +16,42 @@ inline float element(DType dtype, const void* data, int64_t i) {
                                   : to_float(static_cast<const BFloat16*>(data)[i]);
 }
 
-// `dim` values from element `at` on, as e4m3; returns their scale.
-inline float quantize_row(const Quantization& how, DType dtype, const void* data, int64_t at, int dim, uint8_t* out) {
-  float x[128];
-  for (int i = 0; i < dim; ++i) x[i] = element(dtype, data, at + i);
-  return attnops::cpu::quantize_key(how, x, dim, out);
+// `dim` values from element `at` on.
+inline void load_values(DType dtype, const void* data, int64_t at, int dim, float* x) {
+  if (dtype == DType::kBFloat16) {
+    const auto* from = static_cast<const attnops::cpu::BFloat16*>(data) + at;
+    for (int i = 0; i < dim; ++i) x[i] = attnops::cpu::to_float(from[i]);
+  } else {
+    for (int i = 0; i < dim; ++i) x[i] = element(dtype, data, at + i);
+  }
 }
 
-inline void store_index_k(const StoreIndexParams& p, int64_t begin, int64_t end) {
+// `dim` values from element `at` on, as e4m3; returns their scale. `rounding`: null for the definition of right.
+inline float quantize_row(const RowRounding* rounding, const Quantization& how, DType dtype, const void* data,
+                          int64_t at, int dim, uint8_t* out) {
+  float x[128];
+  load_values(dtype, data, at, dim, x);
+  if (rounding == nullptr) return attnops::cpu::quantize_key(how, x, dim, out);
+  const float scale = key_scale(rounding->rotate(x, dim, how.hadamard ? hadamard_factor(dim) : 0.f), how.ue8m0);
+  rounding->round(x, dim, scale, out);
+  return scale;
+}
+
+inline void store_index_k(const StoreIndexParams& p, const RowRounding* rounding, int64_t begin, int64_t end) {
   for (int64_t token = begin; token < end; ++token) {
     const KeyPlace place = place_of(p, token);
     if (!place.valid) continue;
-    *p.pages.scale(place.page, place.offset) =
-        quantize_row(p.how, p.dtype, p.k, token * p.stride_token, p.pages.dim, p.pages.key(place.page, place.offset));
+    *p.pages.scale(place.page, place.offset) = quantize_row(rounding, p.how, p.dtype, p.k, token * p.stride_token,
+                                                            p.pages.dim, p.pages.key(place.page, place.offset));
   }
 }
 
 // Rows are tokens' heads.
-inline void quantize_index_q(const QuantizeQueryParams& p, int64_t begin, int64_t end) {
+inline void quantize_index_q(const QuantizeQueryParams& p, const RowRounding* rounding, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
     const int64_t token = row / p.num_heads, head = row % p.num_heads;
-    const float scale = quantize_row(p.how, p.dtype, p.q, token * p.stride_token + head * p.stride_head, p.dim,
-                                     p.q_fp8 + token * p.stride_out_token + head * p.stride_out_head);
+    const float scale = quantize_row(rounding, p.how, p.dtype, p.q, token * p.stride_token + head * p.stride_head,
+                                     p.dim, p.q_fp8 + token * p.stride_out_token + head * p.stride_out_head);
     const float weight = element(p.weights_dtype, p.weights, token * p.stride_weights + head) * p.scale;
     p.weights_out[token * p.stride_weights_out + head] = weight * scale;
   }

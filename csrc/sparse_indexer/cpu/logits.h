@@ -1,22 +1,19 @@
 #pragma once
-#include <cstdint>
 
 namespace attnops::sparse_indexer::cpu {
 
-inline constexpr int kKeysAtOnce = 8;
+inline constexpr int kSumKeys = 128;
 
-// Products of some keys with the heads of a token, all as floats.
-struct HeadProducts {
-  const float* q;        // [dim, heads]: heads side by side
+// Sums over a token's heads, of their products with some keys.
+struct HeadSums {
+  const float* dots;     // [heads, kSumKeys]
   const float* weights;  // [heads]
-  int heads, dim;        // heads: a multiple of 16
-  const float* keys;     // [kKeysAtOnce, dim]
-  float* sums;           // [kKeysAtOnce]: of weight * max(q . k, 0)
+  int heads, keys;       // keys: a multiple of 32
+  float* sums;           // [keys]: of weight * max(q . k, 0)
 };
 
 // One function per instruction set, each defined by the file that is compiled for it.
-void scalar_products(const HeadProducts& p);
-void avx2_products(const HeadProducts& p);
-void avx512_products(const HeadProducts& p);
+void avx2_head_sums(const HeadSums& p);
+void avx512_head_sums(const HeadSums& p);
 
 }  // namespace attnops::sparse_indexer::cpu

@@ -33,7 +33,8 @@ __device__ inline Quad indices_of(const SelectParams& p, int64_t row, int64_t re
 // The same for neighbours, which pages of one token need a single load for.
 __device__ inline Quad indices_from(const SelectParams& p, int64_t row, int64_t request, const Quad& positions,
                                     int count) {
-  if (p.page_table != nullptr && p.page_size == 1 && count == 4 && positions.data[3] < p.max_pages) {
+  const bool alone = p.page_table != nullptr && p.page_size == 1 && !p.lengths_are_ends;
+  if (alone && count == 4 && positions.data[3] < p.max_pages) {
     const int32_t* const cells = p.page_table + request * p.stride_table + positions.data[0];
     if (reinterpret_cast<uintptr_t>(cells) % sizeof(Quad) == 0) {
       const auto pages = load_vec<Quad>(cells);

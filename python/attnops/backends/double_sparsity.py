@@ -109,6 +109,7 @@ class DoubleSparseAttnBackend(AttentionBackend):
         kv_dtypes=frozenset({torch.float8_e4m3fn}),
         head_dims=HeadDims(32, 256, 8),
         logit_cap=True,
+        sinks=True,
         tree_mask=True,
         cuda_graph=True,
     )
@@ -269,6 +270,7 @@ class _Selection:
         self._lengths, self._row_lengths = zeros(2, size), zeros(size, kv_heads)
         self._lists, self._tables = zeros(size, kv_heads, tokens), zeros(size, kv_heads, tokens)
         self._keys = zeros(size, kv_heads)
+        self._sinks = BlockDecodePlan.scratch_of_sinks(size, spec.num_q_heads, kv_heads, spec.head_dim, device)
         self._out = zeros(size, spec.num_q_heads, spec.v_head_dim, dtype=spec.dtype)
         self._views: dict[int, _Views] = {}
 
@@ -289,6 +291,8 @@ class _Selection:
                 block_tables=self._tables[:size],
                 block_seqlens=self._keys[:size],
                 decode=decode,
+                sink_lse=self._sinks[0][:, :size],
+                no_values=self._sinks[1],
             )
             dense_lengths, lengths = self._lengths[0, :size], self._lengths[1, :size]
             rows, lists, out = self._row_lengths[:size], self._lists[:size], self._out[:size]
@@ -323,6 +327,7 @@ class _Selection:
         options: dict[str, Any] = {
             "softmax_scale": layer.scaling,
             "logit_cap": layer.logit_cap,
+            "sinks": layer.sinks,
             "k_scale": k_scale,
             "v_scale": v_scale,
             "report": report,

@@ -55,12 +55,29 @@ class BlockDecodePlan:
     block_tables: Tensor  # int32 [B * S_q, H_kv, num_blocks * block_size / unit]
     block_seqlens: Tensor  # int32 [B * S_q, H_kv]
     decode: XqaDecodePlan  # of B * S_q * H_kv requests of one token and one KV head
+    sink_lse: Tensor  # float32 [2, B * S_q, H_q], scratch of calls with sinks; empty with one KV head, as is the next
+    no_values: Tensor  # uint8 [4 * head_dim], zeros: the value of a sink
+    window_left: int = -1
 
     @property
     def key(self) -> dict[str, int]:
         """What a call must agree with."""
         names = ("batch_size", "seqlen_q", "num_q_heads", "num_kv_heads", "head_dim", "num_blocks", "page_size")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in (*names, "window_left")}
+
+    @property
+    def unit(self) -> int:
+        """Tokens of a cell: a window may begin with any token."""
+        return unit_size(self.block_size, self.page_size) if self.window_left < 0 else 1
+
+    @staticmethod
+    def scratch_of_sinks(
+        rows: int, num_q_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """`sink_lse` and `no_values`. The one KV head of a call has its sinks in the kernels."""
+        several = num_kv_heads > 1
+        lse = torch.empty(2, rows, num_q_heads if several else 0, dtype=torch.float32, device=device)
+        return lse, torch.zeros(4 * head_dim if several else 0, dtype=torch.uint8, device=device)
 
     @classmethod
     def allocate(
@@ -74,6 +91,7 @@ class BlockDecodePlan:
         block_size: int,
         page_size: int,
         seqlen_q: int = 1,
+        window_left: int = -1,
         fixed_split_tokens: int = 0,
         num_sm_parts: int | None = None,
         kv_dtype: torch.dtype | None = None,
@@ -87,16 +105,18 @@ class BlockDecodePlan:
             num_blocks: Columns of `block_list`.
             block_size: Tokens of a block.
             page_size: Of the pages.
+            window_left: As of `ops.xqa_decode`; tables then have a cell for each token.
             fixed_split_tokens, num_sm_parts, kv_dtype: As of `XqaDecodePlan`; a request is here a token and KV head.
 
         Raises:
             TypeError, ValueError: naming the argument that is out of its range.
         """
         kind = cls.__name__
-        check_shared(kind, batch_size, seqlen_q, -1, num_sm_parts, None)
+        check_shared(kind, batch_size, seqlen_q, window_left, num_sm_parts, None)
         _check_lists(kind, num_q_heads, num_kv_heads, num_blocks, block_size, page_size)
         device, rows = torch.device(device), batch_size * seqlen_q
-        cells = max(num_blocks, 1) * (block_size // unit_size(block_size, page_size))
+        unit = unit_size(block_size, page_size) if window_left < 0 else 1
+        cells = max(num_blocks, 1) * (block_size // unit)
         decode = XqaDecodePlan.allocate(
             rows * num_kv_heads,
             num_q_heads=num_q_heads // num_kv_heads,
@@ -108,6 +128,7 @@ class BlockDecodePlan:
             kv_dtype=kv_dtype,
             device=device,
         )
+        sink_lse, no_values = cls.scratch_of_sinks(rows, num_q_heads, num_kv_heads, head_dim, device)
         return cls(
             batch_size=batch_size,
             seqlen_q=seqlen_q,
@@ -120,6 +141,9 @@ class BlockDecodePlan:
             block_tables=torch.zeros(rows, num_kv_heads, cells, dtype=torch.int32, device=device),
             block_seqlens=torch.zeros(rows, num_kv_heads, dtype=torch.int32, device=device),
             decode=decode,
+            sink_lse=sink_lse,
+            no_values=no_values,
+            window_left=window_left,
         )
 
 

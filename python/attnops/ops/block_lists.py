@@ -30,17 +30,19 @@ def build_block_tables(
     head_step: int = 0,
     causal: bool = True,
     report: Tensor | None = None,
+    window_left: int = -1,
 ) -> None:
     """Make a page table and a length of each list of blocks, on the device.
 
     A row is what a query token, or a request, attends to with one KV head. A unit is ``gcd(block_size, page_size)``
     tokens. A row's cells are the units of its blocks: ``page * page_step + unit of the page * unit_step + head *
     head_step``. Whole blocks come first, in the order of the list. A block that the row's length cuts comes last.
+    With a window a unit is one token. What is left of a block that the window cuts stands behind the whole ones.
 
     Args:
         block_list: int32 ``[B, H_kv, N]``, last dim dense: block j is the tokens ``[j * block_size, (j + 1) *
             block_size)`` of a request. Below 0: none. A block past the request's length is skipped. Whole blocks count
-            as often as they are listed, the last one once.
+            as often as they are listed, those that are cut once.
         page_table: int32 ``[B, max_pages]``; or, with `kv_indptr`, the flat ``[num_indices]``.
         cache_seqlens: int32 ``[B]``, the new tokens included; below zero counts as zero.
         block_size: 1 to 2^20.
@@ -54,6 +56,8 @@ def build_block_tables(
         page_step, unit_step, head_step: Factors of a cell, as above.
         causal: Row i of S_q sees keys up to its own position; False: all of its request.
         report: int32 ``[8]`` of the checked mode: bad blocks, pages, and rows without room are recorded there.
+        window_left: Row i sees no key more than so many positions in front of its own; -1: off, as it must be with
+            `cu_seqlens_q`.
 
     Raises:
         RuntimeError: naming the argument whose shape, dtype, stride, device or range does not fit. On the CPU also
@@ -75,6 +79,7 @@ def build_block_tables(
         head_step,
         causal,
         report,
+        window_left,
     )
 
 

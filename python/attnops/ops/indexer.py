@@ -172,11 +172,16 @@ def index_topk(
     positions: Tensor | None = None,
     scratch: Tensor | None = None,
     report: Tensor | None = None,
+    k_start: Tensor | None = None,
 ) -> Tensor:
     """The `k` best keys of each token: the bits of `index_logits_paged` and `topk_select`, in less memory.
 
     Rows go through the scratch, as many at a time as it has. So a long prompt of one request needs no more memory than
     a step of decode.
+
+    With `k_start` a token sees the keys ``[k_start, cache_seqlens)``. So tokens of several requests may be those of
+    one, whose pages stand side by side in one row of the page table. Cells in front of `k_start` name pages of the
+    pool, too: a GPU makes the logits there, and does not look at them.
 
     Args:
         q, index_pages, page_table, weights, cache_seqlens: As for `index_logits_paged`.
@@ -187,6 +192,7 @@ def index_topk(
         scratch: float32 ``[rows, N]``, last dim dense, N as wide as the longest row; allocated when omitted, of at most
             256 MB or one row. Tokens of a request that share a turn share the reads of its keys.
         report: int32 ``[8]`` of the checked mode.
+        k_start: int32 ``[B, S_q]``: where each token's keys begin, 0 by default. Positions count from there.
 
     Returns:
         `indices`.
@@ -202,7 +208,7 @@ def index_topk(
         columns = page_table.shape[1] * index_pages.shape[1] if max_seqlen_k is None else max_seqlen_k
         scratch = weights.new_empty(min(rows, max(SCRATCH_BYTES // max(4 * columns, 1), 1)), columns)
     torch.ops.attnops.index_topk(
-        indices, positions, q, index_pages, page_table, weights, cache_seqlens, scratch, report
+        indices, positions, q, index_pages, page_table, weights, cache_seqlens, scratch, report, k_start
     )
     return indices
 

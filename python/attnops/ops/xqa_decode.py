@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.metadata.block_plan import BlockDecodePlan, unit_size
+from attnops.metadata.block_plan import BlockDecodePlan
 from attnops.metadata.plan import XqaDecodePlan
 from attnops.metadata.plan_checks import check_plan_key
 from attnops.ops._arguments import (
@@ -23,6 +23,7 @@ from attnops.ops._arguments import (
 )
 from attnops.ops._prefill_calls import attend_pages, order_tiles
 from attnops.ops.block_lists import build_block_tables, unit_pages
+from attnops.ops.merge_state import merge_state
 
 
 @names_its_arguments
@@ -90,7 +91,8 @@ def xqa_decode(
         plan: Made by `xqa_decode_plan` for these `cache_seqlens` and this geometry; its scratch is overwritten.
         block_list: int32 ``[B, H_kv, N]``: a KV head attends to the keys of these blocks alone, as of
             `build_block_tables`. The plan is a `BlockDecodePlan` then, which the call fills. Tokens and heads of q, out
-            and lse lie at one distance. Without windows, sinks, trees and scales per head.
+            and lse lie at one distance. Sinks of several KV heads round `out` a second time. Without trees and scales
+            per head.
         kv_indptr: int32 ``[B + 1]``: request b owns the cells ``[kv_indptr[b], kv_indptr[b + 1])`` of `page_table`.
         cu_seqlens_q: int32 ``[B + 1]``, of a ragged batch: request b brings the tokens ``[cu_seqlens_q[b],
             cu_seqlens_q[b + 1])`` of q. They are its newest, up to the plan's `seqlen_q`, and may be none. Rows of q
@@ -126,7 +128,7 @@ def xqa_decode(
     """
     try:
         if block_list is not None or isinstance(plan, BlockDecodePlan):
-            _refuse_with_blocks(plan, block_list, window_left, sinks, tree_mask, k_scale, v_scale, tree_keys)
+            _refuse_with_blocks(plan, block_list, tree_mask, k_scale, v_scale, tree_keys)
             if cu_seqlens_q is not None:
                 raise ValueError("attnops::xqa_decode: cu_seqlens_q must be None with block_list")
             assert block_list is not None and isinstance(plan, BlockDecodePlan)
@@ -135,7 +137,9 @@ def xqa_decode(
             lse = lse_like(q, lse, return_lse or sinks_in_lse)
             options = {"softmax_scale": softmax_scale, "logit_cap": logit_cap, "k_scale": k_scale, "v_scale": v_scale}
             pages = (k_pages, v_pages, page_table, kv_indptr, cache_seqlens)
-            _decode_blocks(q, *pages, plan, block_list, causal, out, lse, report, options)
+            _decode_blocks(q, *pages, plan, block_list, causal, window_left, sinks, out, lse, report, options)
+            if sinks_in_lse:
+                add_sinks(lse, sinks)
             return out, lse
         seqlen_q = plan.seqlen_q
         if cu_seqlens_q is None:
@@ -265,8 +269,6 @@ def _tokens_in_a_row(tensor: Tensor) -> Tensor | None:
 def _refuse_with_blocks(
     plan: XqaDecodePlan | BlockDecodePlan,
     block_list: Tensor | None,
-    window_left: int,
-    sinks: Tensor | None,
     tree_mask: Tensor | None,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
@@ -276,13 +278,10 @@ def _refuse_with_blocks(
     if block_list is None or not isinstance(plan, BlockDecodePlan):
         missing = "block_list must be given" if block_list is None else "plan must be a BlockDecodePlan"
         raise ValueError(f"attnops::xqa_decode: {missing}: the two go together")
-    if window_left != -1:
-        raise ValueError(f"attnops::xqa_decode: window_left must be -1 with block_list, got {window_left}")
     if tree_keys:
         raise ValueError(f"attnops::xqa_decode: tree_keys must be 0 with block_list, got {tree_keys}")
-    for name, tensor in (("sinks", sinks), ("tree_mask", tree_mask)):
-        if tensor is not None:
-            raise ValueError(f"attnops::xqa_decode: {name} must be None with block_list")
+    if tree_mask is not None:
+        raise ValueError("attnops::xqa_decode: tree_mask must be None with block_list")
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is not None and scale.shape[0] != 1:
             raise ValueError(f"attnops::xqa_decode: {name}.shape[0] must be 1 with block_list, got {scale.shape[0]}")
@@ -298,6 +297,8 @@ def _decode_blocks(
     plan: BlockDecodePlan,
     block_list: Tensor,
     causal: bool,
+    window_left: int,
+    sinks: Tensor | None,
     out: Tensor,
     lse: Tensor | None,
     report: Tensor | None,
@@ -307,10 +308,12 @@ def _decode_blocks(
     op = "xqa_decode"
     requests, seqlen_q, num_q_heads, head_dim = shape_by_request(op, q, plan.seqlen_q)
     num_pages, page_size, num_kv_heads = k_pages.shape[:3]
-    key = (requests, seqlen_q, num_q_heads, num_kv_heads, head_dim, block_list.shape[2], page_size)
-    check_plan_key(op, plan, dict(zip(plan.key, key, strict=True)), "q, k_pages and block_list")
-    unit = unit_size(plan.block_size, page_size)
-    k_units, v_units, (page_step, unit_step, head_step) = unit_pages(op, k_pages, v_pages, unit, heads=True)
+    key = (requests, seqlen_q, num_q_heads, num_kv_heads, head_dim, block_list.shape[2], page_size, window_left)
+    check_plan_key(op, plan, dict(zip(plan.key, key, strict=True)), "q, k_pages, block_list and window_left")
+    k_units, v_units, (page_step, unit_step, head_step) = unit_pages(op, k_pages, v_pages, plan.unit, heads=True)
+    apart = sinks is not None and num_kv_heads > 1
+    if apart:
+        lse = _lse_for_sinks(q, sinks, plan, lse)
     build_block_tables(
         block_list,
         page_table,
@@ -326,6 +329,7 @@ def _decode_blocks(
         head_step=head_step,
         causal=causal,
         report=report,
+        window_left=window_left,
     )
     lengths = plan.block_seqlens.flatten()
     xqa_decode_plan(plan.decode, lengths)
@@ -339,9 +343,33 @@ def _decode_blocks(
         plan.decode,
         out=_side_by_side("out", out, (*rows, head_dim)),
         lse=None if lse is None else _side_by_side("lse", lse, rows),
+        sinks=None if apart else sinks,
         report=report,
         **options,
     )
+    if apart:
+        assert sinks is not None and lse is not None
+        _join_sinks(out, lse, sinks, plan)
+
+
+def _lse_for_sinks(q: Tensor, sinks: Tensor | None, plan: BlockDecodePlan, lse: Tensor | None) -> Tensor:
+    """Where a call with sinks writes its lse: into the plan's scratch where nobody asked for it."""
+    expected = (torch.float32, (plan.num_q_heads,), q.device)
+    if sinks is not None and (sinks.dtype, tuple(sinks.shape), sinks.device) != expected:
+        raise ValueError(
+            f"attnops::xqa_decode: sinks must be {expected[0]} {list(expected[1])} on {q.device}, "
+            f"got {sinks.dtype} {list(sinks.shape)} on {sinks.device}"
+        )
+    return plan.sink_lse[0].view(q.shape[:-1]) if lse is None else lse
+
+
+def _join_sinks(out: Tensor, lse: Tensor, sinks: Tensor, plan: BlockDecodePlan) -> None:
+    """Each row's share of what its head's sink leaves: the requests of a call's KV heads have one kernel's sinks."""
+    tokens, shape = plan.sink_lse[1], (*plan.sink_lse.shape[1:], plan.head_dim)
+    rows = _side_by_side("out", out, shape)
+    tokens.copy_(sinks)
+    values = plan.no_values.view(out.dtype)[: plan.head_dim].expand(shape)
+    merge_state(rows, _side_by_side("lse", lse, shape[:2]), values, tokens, out=rows, lse=tokens)
 
 
 def _side_by_side(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -1,7 +1,0 @@
-#include "sparse_indexer/cpu/products.h"
-
-namespace attnops::sparse_indexer::cpu {
-
-void avx512_products(const HeadProducts& p) { products_here(p); }
-
-}  // namespace attnops::sparse_indexer::cpu
