@@ -218,7 +218,8 @@ __global__ void __launch_bounds__(kStepThreads)
     };
     const auto at = [&](const StepRows& rows, int of, int64_t i) { return static_cast<float>(*pointer(rows, of, i)); };
     const int shared = head / p.heads_per_group;
-    const bool wide = p.gate_dtype == DType::kFloat32;
+    constexpr bool kOfTokens = kWhole && kChannels;  // gates: 2 % of its time, measured
+    const bool wide = !kOfTokens && p.gate_dtype == DType::kFloat32;
     const auto gate_bits = [&](const StepRows& rows, int i) {
       return load_gate<T>(rows, request * rows.stride_request + head * rows.stride_head + i, wide);
     };
@@ -226,8 +227,8 @@ __global__ void __launch_bounds__(kStepThreads)
     uint32_t of_columns[Columns::kEach] = {}, of_rate = 0, of_beta = 0;
     const bool has_rate = !kChannels && (kDelta || p.a.data != nullptr);
     if (has_rate) of_rate = gate_bits(p.a, 0);
-    if (kDelta) of_beta = gate_bits(p.b, 0);
-    if constexpr (kChannels) {
+    if (kDelta && !kOfTokens) of_beta = gate_bits(p.b, 0);
+    if constexpr (kChannels && !kOfTokens) {
 #pragma unroll
       for (int c = 0; c < Columns::kEach; ++c) {
         const int column = c * kStepThreads + threadIdx.x;
@@ -240,7 +241,9 @@ __global__ void __launch_bounds__(kStepThreads)
       const bool inside = column < key_dim;
       key[c] = inside ? at(p.k, shared, column) : 0.f;
       query[c] = inside ? at(p.q, shared, column) : 0.f;
+      if (kOfTokens) gate[c] = inside ? at(p.a, head, column) : 0.f;
     }
+    if (kDelta && kOfTokens) beta = load_here(pointer(p.b, head, 0));
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int row = first_row + r * kGroups;
@@ -248,9 +251,9 @@ __global__ void __launch_bounds__(kStepThreads)
       z[r] = !kDelta && p.z.data != nullptr && has_row(row) ? at(p.z, head, row) : 0.f;
     }
 #pragma unroll
-    for (int c = 0; c < Columns::kEach; ++c) gate[c] = gate_value<T>(of_columns[c], wide);
+    for (int c = 0; c < (kOfTokens ? 0 : Columns::kEach); ++c) gate[c] = gate_value<T>(of_columns[c], wide);
     if (has_rate) rate = gate_value<T>(of_rate, wide);
-    if (kDelta) beta = gate_value<T>(of_beta, wide);
+    if (kDelta && !kOfTokens) beta = gate_value<T>(of_beta, wide);
   };
   if constexpr (kWhole) {
     load_tokens(__nv_bfloat16{});
@@ -335,7 +338,8 @@ void launch_linear_step(const char* what, const LinearStep& p, cudaStream_t stre
                        rows_aligned(p.states, sizeof(State), 16, p.stride_slot, p.stride_head, p.stride_row);
   if constexpr (!std::is_same_v<State, __half> && kMaxKeys <= 128) {
     constexpr int kMostAcross = 65535;  // blocks in the grid's other dimensions
-    if (vectors && p.dtype == DType::kBFloat16 && p.key_dim == kMaxKeys && p.value_dim % kRowsPerBlock == 0 &&
+    const bool narrow = !kChannels || p.gate_dtype == p.dtype;
+    if (vectors && narrow && p.dtype == DType::kBFloat16 && p.key_dim == kMaxKeys && p.value_dim % kRowsPerBlock == 0 &&
         p.num_heads <= kMostAcross && p.batch_size <= kMostAcross) {
       const auto whole = [&](auto rows) {
         constexpr int kRows = decltype(rows)::value;
@@ -379,17 +383,16 @@ struct LinearStepImpl {
   }
 };
 
-#define ATTNOPS_LINEAR_STEP_IMPLS(launch)                               \
-  {                                                                     \
-      {"fp32_64", DType::kFloat32, 64, &launch<float, 64>},             \
-      {"fp32_128", DType::kFloat32, 128, &launch<float, 128>},          \
-      {"fp32_256", DType::kFloat32, 256, &launch<float, 256>},          \
-      {"bf16_64", DType::kBFloat16, 64, &launch<__nv_bfloat16, 64>},    \
-      {"bf16_128", DType::kBFloat16, 128, &launch<__nv_bfloat16, 128>}, \
-      {"bf16_256", DType::kBFloat16, 256, &launch<__nv_bfloat16, 256>}, \
-      {"fp16_64", DType::kFloat16, 64, &launch<__half, 64>},            \
-      {"fp16_128", DType::kFloat16, 128, &launch<__half, 128>},         \
-      {"fp16_256", DType::kFloat16, 256, &launch<__half, 256>},         \
+#define ATTNOPS_LINEAR_STEP_IMPLS(launch)                                                                          \
+  {                                                                                                                \
+    {"fp32_64", DType::kFloat32, 64, &launch<float, 64>}, {"fp32_128", DType::kFloat32, 128, &launch<float, 128>}, \
+        {"fp32_256", DType::kFloat32, 256, &launch<float, 256>},                                                   \
+        {"bf16_64", DType::kBFloat16, 64, &launch<__nv_bfloat16, 64>},                                             \
+        {"bf16_128", DType::kBFloat16, 128, &launch<__nv_bfloat16, 128>},                                          \
+        {"bf16_256", DType::kBFloat16, 256, &launch<__nv_bfloat16, 256>},                                          \
+        {"fp16_64", DType::kFloat16, 64, &launch<__half, 64>},                                                     \
+        {"fp16_128", DType::kFloat16, 128, &launch<__half, 128>},                                                  \
+        {"fp16_256", DType::kFloat16, 256, &launch<__half, 256>},                                                  \
   }
 
 }  // namespace attnops

@@ -20,11 +20,12 @@ int cluster_of(const SelectParams& p) {
   return cluster;
 }
 
-// Whether each row has a CTA of its own that reads its keys twice: where rows are so many that their clusters would
-// take turns.
+// Whether each row has a CTA of its own that reads its keys twice: where rows are so many that CTAs would take turns,
+// or that clusters would fill three quarters of their places.
 bool streams(const SelectParams& p, int cluster) {
-  return p.columns >= kLeastStreamed && p.columns <= kMostStreamed &&
-         p.num_rows * cluster > kHeldCtas * device_sms("topk_select");
+  if (p.columns < kLeastStreamed || p.columns > kMostStreamed) return false;
+  const int64_t places = kHeldCtas * device_sms("topk_select"), ctas = p.num_rows * cluster;
+  return ctas > places || (cluster > 1 && 4 * ctas > 3 * places);
 }
 
 void launch_taking_all(const SelectParams& p, cudaStream_t stream) {

@@ -9,11 +9,12 @@
 #include "sparse_indexer/sm90/copy_rows.cuh"
 #include "sparse_indexer/sm90/share.cuh"
 
-// Logits of index keys by products in FP8. Keys are rows of a product (64 a warpgroup, in registers), heads are columns:
-// blocks of 64 hold the heads of one token, or of several with few heads. Weights, ReLU and the sum over heads happen in
-// registers, under the products of other warpgroups. Products keep shared memory so busy that whatever else goes through
-// it, loads and shuffles, takes as long as one of them. So nobody waits for it: weights are asked for a block ahead, and
-// lanes' sums meet under the products behind. Four warpgroups multiply; after them come those who copy.
+// Logits of index keys by products in FP8. Keys are rows of a product (64 a warpgroup, in registers), heads are
+// columns: blocks of 64 hold the heads of one token, or of several with few heads. Weights, ReLU and the sum over heads
+// happen in registers, under the products of other warpgroups. Products keep shared memory so busy that whatever else
+// goes through it, loads and shuffles, takes as long as one of them. So nobody waits for it: weights are asked for a
+// block ahead, and lanes' sums meet under the products behind. Four warpgroups multiply; after them come those who
+// copy.
 namespace attnops::sparse_indexer::sm90 {
 
 using namespace attnops::sm90;
@@ -189,15 +190,17 @@ class Multiplier {
       const int token = block * kTokens + 2 * i;
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const float(&of_keys)[2] = kTokens > 1 ? sums.of_token[(2 * i + j) % kTokens] : j == 0 ? sums.of_token[0] : second.of_token[0];
+        const float(&of_keys)[2] = kTokens > 1 ? sums.of_token[(2 * i + j) % kTokens]
+                                   : j == 0    ? sums.of_token[0]
+                                               : second.of_token[0];
         pair.own[j] = odd ? of_keys[1] : of_keys[0];
         pair.got[j] = __shfl_xor_sync(~0u, odd ? of_keys[0] : of_keys[1], 1);
       }
-      read16(place.seen + (token + pair_ / 2) * int{sizeof(Seen)}, pair.seen);
+      // A group of an odd number of tokens, a block each, has no last one for the upper lanes.
+      const int own = kTokens > 1 ? token + pair_ / 2 : min_of(token + pair_ / 2, place.num_rows - 1);
+      read16(place.seen + own * int{sizeof(Seen)}, pair.seen);
     }
-    key_ = place.key;
-    // A group of one token has no second one.
-    if (kTokens == 1 && block + pair_ / 2 >= place.num_rows) key_ = -1;
+    key_ = kTokens == 1 && block + pair_ / 2 >= place.num_rows ? -1 : place.key;
     scale_ = place.scale;
   }
   // Then with one of two tokens.
