@@ -27,13 +27,13 @@ __device__ void copy_group(const Walk& walk, Shared& shared, int slot, int threa
   for (int i = thread; i < walk.memory.blocks * kBlockColumns; i += kThreads) {
     const int token = i / kHeads, head = i % kHeads;
     const bool valid = token < num_rows && head < p.num_heads;
-    copy_word(&shared.weights[slot][weight_place(i)], valid ? p.weights + (first_row + token) * p.stride_weights + head : p.weights,
+    copy_word(&shared.weights[slot][i], valid ? p.weights + (first_row + token) * p.stride_weights + head : p.weights,
               valid);
   }
   if (thread >= 32) return;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    if (thread + 32 * i < walk.memory.tokens) shared.seen[slot][thread + 32 * i] = walk.seen[i];
+    if (thread + 32 * i < num_rows) shared.seen[slot][thread + 32 * i] = walk.seen[i];
   }
 }
 
@@ -59,7 +59,7 @@ struct BoxCopier {
 #pragma unroll 1
       for (; tiles > 0; --tiles) {
         walk.advance();
-        if (walk.is_new && ++slot == memory.slots) slot = 0;
+        if (walk.is_new && ++slot == memory.stages) slot = 0;
       }
     };
     advance(stage);

@@ -25,7 +25,7 @@ struct RowCopier {
     for (int64_t left = shared.num_tiles;;) {
       attnops::sm90::mbarrier_wait(attnops::sm90::smem_address(&shared.empty[stage]), phase);
       if (walk.is_new) {
-        if (++slot == memory.slots) slot = 0;
+        if (++slot == memory.stages) slot = 0;
         copy_queries(walk, slot);
         copy_group<kHeads, kThreads>(walk, shared, slot, thread);
       }

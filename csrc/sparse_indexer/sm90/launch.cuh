@@ -47,10 +47,10 @@ Maps make_maps(const LogitsParams& p, const Memory& memory) {
   return {make_tensor_map(p.ragged ? ragged : paged), encode_tensor_map(kBytes, p.q, 3, extents, strides, box)};
 }
 
-template <int kHeads, template <int> class Copier>
+template <int kHeads, bool kAhead, template <int> class Copier>
 void launch_kernel(const LogitsParams& p, const Memory& memory, const Maps& maps, cudaStream_t stream) {
-  const int bytes = memory.stages * kKeyBytes + memory.slots * memory.blocks * kBlockBytes;
-  launch_dependent<&index_logits_kernel<kHeads, Copier>>(
+  const int bytes = memory.stages * (kKeyBytes + memory.blocks * kBlockBytes);
+  launch_dependent<&index_logits_kernel<kHeads, kAhead, Copier>>(
       "index_logits", {device_sms("index_logits"), kThreads, bytes, kMostBytes}, stream, p, memory, maps);
 }
 
@@ -72,7 +72,6 @@ void launch_heads(const LogitsParams& p, cudaStream_t stream) {
   Memory memory{};
   memory.blocks = blocks_of<kTokens>(p, together);
   memory.stages = min_of(kMaxStages, kMostBytes / (kKeyBytes + memory.blocks * kBlockBytes));
-  memory.slots = memory.blocks == 1 ? memory.stages + 1 : memory.stages;
   memory.tokens = memory.blocks * kTokens;
   memory.rows_together = static_cast<int>(together);
   memory.groups_together = ceil_div(memory.rows_together, memory.tokens);
@@ -81,13 +80,14 @@ void launch_heads(const LogitsParams& p, cudaStream_t stream) {
   while (1 << memory.box_shift < memory.box_rows) ++memory.box_shift;
   if (memory.box_rows > 0) {
     const Maps maps = make_maps<kHeads>(p, memory);
-    launch_kernel<kHeads, BoxCopier>(p, memory, maps, stream);
+    memory.blocks > 1 ? launch_kernel<kHeads, true, BoxCopier>(p, memory, maps, stream)
+                      : launch_kernel<kHeads, false, BoxCopier>(p, memory, maps, stream);
     return;
   }
   const bool aligned_keys =
       !p.ragged ? rows_aligned(p.pages.data, 1, 16, p.pages.stride_page) : rows_aligned(p.k, 1, 16, p.stride_k);
   memory.wide = aligned_keys && rows_aligned(p.q, 1, 16, p.stride_token, p.stride_head);
-  launch_kernel<kHeads, RowCopier>(p, memory, Maps{}, stream);
+  launch_kernel<kHeads, false, RowCopier>(p, memory, Maps{}, stream);
 }
 
 }  // namespace attnops::sparse_indexer::sm90

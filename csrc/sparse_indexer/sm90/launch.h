@@ -11,8 +11,7 @@ inline constexpr int kMaxBlocks = 8;  // of 64 columns of queries
 
 // How a launch uses shared memory and divides its work; the same on the host and on the device.
 struct Memory {
-  int stages;  // tiles of keys that it holds
-  int slots;   // groups' queries: one more, where a tile's place is free as soon as its keys are in registers
+  int stages;  // tiles of keys, and groups' queries, that it holds
   int blocks;  // of queries of a group
   bool wide;   // rows of keys and queries are on 16-byte boundaries; else on 4-byte ones
   int tokens;  // of a group

@@ -11,7 +11,7 @@ inline constexpr int kMultiply = 512, kCopy = 128, kThreads = kMultiply + kCopy;
 inline constexpr int kBlockColumns = 64;
 inline constexpr int kBlockBytes = kBlockColumns * 128;
 inline constexpr int kKeyBytes = kTileKeys * 128;
-inline constexpr int kMaxStages = 4, kMaxSlots = kMaxStages + 1, kMaxTokens = 64;
+inline constexpr int kMaxStages = 4, kMaxTokens = 64;
 
 // A tile of a group: tokens that share their keys.
 struct Tile {
@@ -19,14 +19,8 @@ struct Tile {
   int num_rows, slot;  // tokens of the group, and which of the slots has their queries
 };
 
-// Where the weight of a block's column lies: those of a lane, two of every eight columns, one after the other.
-__device__ inline int weight_place(int column) {
-  return column / kBlockColumns * kBlockColumns + column % 8 / 2 * (kBlockColumns / 4) +
-         column % kBlockColumns / 8 * 2 + column % 2;
-}
-
 // What a token sees: keys from `begin` on, and where logits has its key 0.
-struct alignas(16) Seen {
+struct Seen {
   int begin, end;
   int64_t column;
 };
@@ -35,8 +29,8 @@ struct alignas(16) Seen {
 struct Shared {
   Tile tiles[kMaxStages];
   alignas(16) float scales[kMaxStages][kTileKeys];
-  alignas(16) float weights[kMaxSlots][kMaxBlocks * kBlockColumns];  // by `weight_place`
-  Seen seen[kMaxSlots][kMaxTokens];
+  float weights[kMaxStages][kMaxBlocks * kBlockColumns];
+  Seen seen[kMaxStages][kMaxTokens];
   uint64_t full[kMaxStages], empty[kMaxStages];
   int first_group;  // of this CTA
   int64_t first_tile, num_tiles;

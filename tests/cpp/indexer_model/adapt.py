@@ -106,7 +106,6 @@ change(
     "sparse_indexer/sm90/logits.cuh",
     (r"extern __shared__ __align__\(1024\) uint8_t dynamic\[\];", "uint8_t* dynamic = arena();"),
     ("__shared__ Shared shared;", "Shared& shared = *(Shared*)(arena() + kArenaDynamic);"),
-    (r'asm volatile\("ld\.shared\.v4.*?\);', "memcpy(words, arena() + address, 16);"),
 )
 change(
     "sparse_indexer/sm90/copy_boxes.cuh",
