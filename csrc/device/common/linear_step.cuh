@@ -383,16 +383,17 @@ struct LinearStepImpl {
   }
 };
 
-#define ATTNOPS_LINEAR_STEP_IMPLS(launch)                                                                          \
-  {                                                                                                                \
-    {"fp32_64", DType::kFloat32, 64, &launch<float, 64>}, {"fp32_128", DType::kFloat32, 128, &launch<float, 128>}, \
-        {"fp32_256", DType::kFloat32, 256, &launch<float, 256>},                                                   \
-        {"bf16_64", DType::kBFloat16, 64, &launch<__nv_bfloat16, 64>},                                             \
-        {"bf16_128", DType::kBFloat16, 128, &launch<__nv_bfloat16, 128>},                                          \
-        {"bf16_256", DType::kBFloat16, 256, &launch<__nv_bfloat16, 256>},                                          \
-        {"fp16_64", DType::kFloat16, 64, &launch<__half, 64>},                                                     \
-        {"fp16_128", DType::kFloat16, 128, &launch<__half, 128>},                                                  \
-        {"fp16_256", DType::kFloat16, 256, &launch<__half, 256>},                                                  \
+#define ATTNOPS_LINEAR_STEP_IMPLS(launch)                               \
+  {                                                                     \
+      {"fp32_64", DType::kFloat32, 64, &launch<float, 64>},             \
+      {"fp32_128", DType::kFloat32, 128, &launch<float, 128>},          \
+      {"fp32_256", DType::kFloat32, 256, &launch<float, 256>},          \
+      {"bf16_64", DType::kBFloat16, 64, &launch<__nv_bfloat16, 64>},    \
+      {"bf16_128", DType::kBFloat16, 128, &launch<__nv_bfloat16, 128>}, \
+      {"bf16_256", DType::kBFloat16, 256, &launch<__nv_bfloat16, 256>}, \
+      {"fp16_64", DType::kFloat16, 64, &launch<__half, 64>},            \
+      {"fp16_128", DType::kFloat16, 128, &launch<__half, 128>},         \
+      {"fp16_256", DType::kFloat16, 256, &launch<__half, 256>},         \
   }
 
 }  // namespace attnops
