@@ -19,22 +19,17 @@ from pathlib import Path
 import speculation_peers as peers
 import torch
 from attnops import ops
-from attnops.backends import (
-    DualChunkFlashAttentionBackend,
-    EncoderDecoderBackend,
-    MultiStepDraftBackend,
-    select_backend,
-)
+from attnops.backends import DualChunkFlashAttentionBackend, EncoderDecoderBackend, select_backend
 from attnops.layers import RadixAttention
 from attnops.metadata import MlaDecodePlan, XqaDecodePlan
 from attnops.ops.speculation import DraftTree, TreeMaskMode, Verified
 from attnops.pools import MHATokenToKVPool
 from attnops.types import AttentionBatch, AttentionSpec, ForwardMode, Limits, MultiItemScoringParams
 from records import RESULTS
+from speculation_problems import BF16, DIM, HEADS, I32, KV_HEADS, DraftSteps, draft_loop, random_tree
 from turns import Calls, Contender, Turns
 
-DEVICE, BF16, I32 = "cuda", torch.bfloat16, torch.int32
-HEADS, KV_HEADS, DIM = 32, 8, 128
+DEVICE = "cuda"
 CALLS = 20
 PARTS = ("trees", "moves", "verify", "draft", "loop", "cross", "items", "chunks")
 # What a run of all parts tells; SGLang's kernels besides, where they are found.
@@ -51,40 +46,6 @@ BARS = (
 )
 
 
-def draft_loop(batch_size: int, num_tokens: int, topk: int, steps: int) -> dict:
-    """Candidates of a loop and the best of them, closed under parents: the arguments of `build_draft_tree`."""
-    rng = random.Random(1)
-    groups, chosen = [], []
-    for _ in range(batch_size):
-        parents, branches, kept = [-1] * topk, list(range(topk)), [-1, *range(topk)]
-        for step in range(1, steps):
-            first = len(parents)
-            for branch in branches:
-                parents += [branch] * topk
-            branches = sorted(rng.sample(range(first, len(parents)), topk))
-            kept += branches if step < steps - 1 else []
-        inside: set[int] = set()
-        while len(inside) < num_tokens - 1:
-            free = [c for c, p in enumerate(parents) if c not in inside and (p < 0 or p in inside)]
-            inside.add(rng.choice(free))
-        groups.append(kept)
-        chosen.append(sorted(inside))
-    tokens = torch.randint(0, 3, (batch_size, num_tokens), device=DEVICE)
-    return {
-        "parent_list": torch.tensor(groups, device=DEVICE),
-        "top_scores_index": torch.tensor(chosen, device=DEVICE),
-        "cache_seqlens": torch.full((batch_size,), 4096, dtype=I32, device=DEVICE),
-        "topk": topk,
-        "draft_tokens": tokens[:, 1:].contiguous(),
-        "bonus_tokens": tokens[:, 0].contiguous(),
-    }
-
-
-def random_tree(batch_size: int, num_tokens: int) -> torch.Tensor:
-    given = draft_loop(batch_size, num_tokens, 4, 5)
-    return ops.build_draft_tree(**given).tree_mask
-
-
 def ours(params: dict, calls: Calls, num_bytes: int | None = None, note: str = "") -> Contender:
     return Contender("attnops", params, calls, num_bytes, note)
 
@@ -93,7 +54,7 @@ class SpeculationBench(Turns):
     def trees(self, sizes=((64, 16), (1, 16), (64, 64)), vocabulary=32_000) -> None:
         kernels = peers.kernels_of_trees()
         for batch_size, num_tokens in sizes:
-            given = draft_loop(batch_size, num_tokens, 4, 5)
+            given = draft_loop(batch_size, num_tokens, 4, 5, DEVICE)
             params = {"batch_size": batch_size, "num_tokens": num_tokens, "topk": 4, "draft_steps": 5}
             tree = DraftTree.allocate(batch_size, num_tokens, DEVICE)
             out = Verified.allocate(batch_size, num_tokens, 6, DEVICE)
@@ -215,7 +176,7 @@ class SpeculationBench(Turns):
         pages = [torch.randn(count, page_size, KV_HEADS, DIM, device=DEVICE).to(BF16) for _ in range(2)]
         latents = torch.randn(count, page_size, 576, device=DEVICE).to(BF16)
         for num_tokens in (8, 16):
-            mask = random_tree(batch_size, num_tokens)
+            mask = random_tree(batch_size, num_tokens, DEVICE)
             shape = {"batch_size": batch_size, "length": length, "s_q": num_tokens, "page_size": page_size}
             q = torch.randn(batch_size, num_tokens, HEADS, DIM, device=DEVICE).to(BF16)
             heads = {"num_q_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM}
@@ -244,7 +205,7 @@ class SpeculationBench(Turns):
         """The third of five steps, attention alone: 4 branches beside 1, pages of 64 beside pages of 1."""
         kinds, cells, kept = [(64, 1), (64, 4), (1, 1), (1, 4)], [], []
         for page_size, topk in kinds:
-            step = DraftSteps(batch_size, length, page_size, topk)
+            step = DraftSteps(batch_size, length, page_size, topk, DEVICE)
             step.prepare()
             kept.append(step)
             cells.append(ours(step.params, [partial(step.attend, 2)] * 5))
@@ -261,7 +222,7 @@ class SpeculationBench(Turns):
         """The same with K and V of two head dims: one branch, 4 in two stages, 4 as requests."""
         cells, kept = [], []
         for topk, trees in ((1, True), (4, True), (4, False)):
-            step = DraftSteps(batch_size, length, 64, topk, dims=(192, 128), trees=trees)
+            step = DraftSteps(batch_size, length, 64, topk, DEVICE, dims=(192, 128), trees=trees)
             step.prepare()
             kept.append(step)
             params = {**step.params, "head_dim": 192, "v_head_dim": 128, "shares_prefix": step.loop.has_trees}
@@ -274,7 +235,7 @@ class SpeculationBench(Turns):
         for requests, window in itertools.product(sorted({1, batch_size}), sizes):
             cells = []
             for topk, trees in ((1, True), (4, True), (4, False)):
-                step = DraftSteps(requests, length, 64, topk, trees=trees, window=window)
+                step = DraftSteps(requests, length, 64, topk, DEVICE, trees=trees, window=window)
                 step.prepare()
                 params = {**step.params, "window": window, "shares_prefix": step.loop.has_trees}
                 cells.append(ours(params, [partial(step.attend, 2)] * 5))
@@ -290,7 +251,7 @@ class SpeculationBench(Turns):
     def loop(self, sizes=(1, 32), length=4096) -> None:
         """All steps of a loop in one graph, beside as many decode steps."""
         for batch_size in sizes:
-            decode = DraftSteps(batch_size, length, 64, 1, draft_steps=2)
+            decode = DraftSteps(batch_size, length, 64, 1, DEVICE, draft_steps=2)
             decode.prepare()
 
             def decodes(decode=decode) -> None:
@@ -298,7 +259,7 @@ class SpeculationBench(Turns):
                     decode.attend(0)
 
             for topk in (1, 4):
-                steps = DraftSteps(batch_size, length, 64, topk, draft_steps=6)
+                steps = DraftSteps(batch_size, length, 64, topk, DEVICE, draft_steps=6)
                 steps.prepare()
                 params = {**steps.params, "part": "attention"}
                 times = self.cell(
@@ -420,83 +381,6 @@ class SpeculationBench(Turns):
             cells.append(ours(named, [partial(layer, q, k, v, batch)]))
         times = self.cell("dual chunk", *cells)
         self.bar("dual chunks / causal", times[1] / times[0], 1.15)
-
-
-class DraftSteps:
-    """A draft loop of one layer over random pages."""
-
-    def __init__(
-        self,
-        batch_size: int,
-        length: int,
-        page_size: int,
-        topk: int,
-        draft_steps: int = 6,
-        dims: tuple[int, int] = (DIM, DIM),
-        trees: bool = True,
-        window: int = -1,
-    ) -> None:
-        self.params = {
-            "batch_size": batch_size,
-            "length": length,
-            "page_size": page_size,
-            "topk": topk,
-            "draft_steps": draft_steps,
-        }
-        context = -(-(length + topk * 2 * max(page_size, draft_steps)) // page_size) * page_size
-        head_dim, v_dim = dims
-        spec = AttentionSpec(
-            num_q_heads=HEADS,
-            num_kv_heads=KV_HEADS,
-            head_dim=head_dim,
-            v_head_dim=v_dim,
-            page_size=page_size,
-            dtype=BF16,
-            sliding_window_size=window,
-        )
-        limits = Limits(max_batch_size=batch_size, max_seqlen=context)
-        self.loop = MultiStepDraftBackend(
-            select_backend, spec, limits, DEVICE, topk=topk, draft_steps=draft_steps, trees=trees
-        )
-        self.pool = MHATokenToKVPool(
-            batch_size * context, page_size, BF16, KV_HEADS, head_dim, 1, DEVICE, v_head_dim=v_dim
-        )
-        for pages in (*self.pool.k_buffer, *self.pool.v_buffer):
-            pages.normal_()
-        order = torch.randperm(batch_size * context // page_size, device=DEVICE).view(batch_size, -1, 1)
-        slots = (order * page_size + torch.arange(page_size, device=DEVICE)).flatten(1).int()
-        self.layer = RadixAttention(
-            HEADS, head_dim, head_dim**-0.5, KV_HEADS, 0, v_head_dim=v_dim, sliding_window_size=window
-        )
-        self.batch = AttentionBatch(
-            forward_mode=ForwardMode.DECODE,
-            req_pool_indices=torch.arange(batch_size, device=DEVICE),
-            cache_seqlens=torch.full((batch_size,), length, dtype=I32, device=DEVICE),
-            num_tokens=batch_size,
-            req_to_token=slots,
-            out_cache_loc=torch.zeros(batch_size, dtype=torch.int64, device=DEVICE),
-            positions=torch.full((batch_size,), length - 1, device=DEVICE),
-            token_to_kv_pool=self.pool,
-            attn_backend=self.loop,
-        )
-        rows = batch_size * topk
-        self.q = torch.randn(rows, HEADS, head_dim, device=DEVICE).to(BF16)
-        self.k, self.v = (torch.randn(rows, KV_HEADS, dim, device=DEVICE).to(BF16) for dim in dims)
-        self.count = draft_steps - 1
-
-    def prepare(self) -> None:
-        self.loop.init_forward_metadata(self.batch)
-
-    def attend(self, index: int) -> None:
-        self.layer(self.q, self.k, self.v, self.loop.step(index))
-
-    def attend_all(self) -> None:
-        for index in range(self.count):
-            self.attend(index)
-
-    def run(self) -> None:
-        self.loop.init_forward_metadata_in_graph(self.batch)
-        self.attend_all()
 
 
 def main() -> int:

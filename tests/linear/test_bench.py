@@ -13,6 +13,7 @@ from attnops.compat import flashinfer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import bench_linear
+import linear_timing
 from linear_cells import Model
 from linear_peers import PeerCall, Peers
 from records import Record
@@ -44,7 +45,7 @@ def rows_of(bench):
 
 @pytest.mark.parametrize("model", [GDN, KDA])
 def test_errors_of_both_are_against_float64(model, monkeypatch):
-    monkeypatch.setattr(bench_linear, "AGREE", 0.3)
+    monkeypatch.setattr(linear_timing, "AGREE", 0.3)
     bench = bench_linear.Bench("cpu", 1, Rounded())
     bench.prefill(model, [70, 3, 66], 0)
     found = rows_of(bench)

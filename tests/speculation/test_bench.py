@@ -137,7 +137,7 @@ def test_kernels_of_sglang_get_their_arguments(monkeypatch):
     kernels = {"sgl_build_tree_kernel_efficient_triton": build, "verify_tree_greedy_kernel_triton": verify}
     monkeypatch.setattr(peers, "find", lambda name, modules: Kernel(kernels[name]))
     two = peers.kernels_of_trees()["SGLang, Triton"]
-    given = found.draft_loop(3, 8, 4, 5)
+    given = found.draft_loop(3, 8, 4, 5, "cpu")
     tree = ops.build_draft_tree(**given)
     target = torch.randint(0, 3, (24,))
     out = ops.verify_tree_greedy(tree.tokens.view(3, 8), *tree[2:5], target, path_length=6)

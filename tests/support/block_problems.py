@@ -8,8 +8,22 @@ import math
 import torch
 from attnops import ops
 from attnops.metadata import BlockDecodePlan, BlockPrefillPlan
-from problems import PagedProblem
+from checks import assert_attention_close, assert_lse_close
+from problems import FP8, PagedProblem
 from torch import Tensor
+
+# (page_size, block_size, columns): a block is a page, some of it, several pages, and neither
+SIZES = [
+    (16, 16, 9),
+    (64, 64, 4),
+    (64, 16, 12),
+    (16, 64, 4),
+    (64, 1, 150),
+    (1, 1, 40),
+    (16, 128, 3),
+    (24, 16, 7),
+    (5, 3, 30),
+]
 
 
 def draw_lists(problem: PagedProblem, block_size: int, columns: int, *, seed: int = 0, last: float = 0.5) -> Tensor:
@@ -95,6 +109,13 @@ def blocks_expected(
                     total = torch.logaddexp(total, sinks[own].cpu().double())
                 out[bounds[b] + i, own] = torch.exp(scores - total[:, None]) @ values[seen]
     return out, lse
+
+
+def assert_blocks_close(problem: PagedProblem, got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
+    """(out, lse) beside float64's, and zeros in rows without keys."""
+    assert_attention_close(got[0], expected[0], problem.q.dtype)
+    assert_lse_close(got[1], expected[1], atol=2e-4 if problem.k_pages.dtype == FP8 else 1e-4)
+    assert not got[0][expected[1] == -math.inf].any(), "a row without keys must be zero"
 
 
 def decode_plan(problem: PagedProblem, lists: Tensor, block_size: int, seqlen_q: int = 1, **options) -> BlockDecodePlan:
