@@ -17,6 +17,7 @@ from torch import Tensor
 from attnops import ops
 from attnops.backends.linear_checkpoints import CheckpointInputs, Checkpoints
 from attnops.backends.linear_drafts import DraftWindows
+from attnops.backends.linear_rates import DecayRates
 from attnops.backends.prepared import PreparedStep, in_one_thread
 from attnops.pools import HybridReqToTokenPool, MambaState
 from attnops.report import first_fault, is_checked, new_report
@@ -85,6 +86,7 @@ class LinearAttnBackend(ABC):
     """
 
     name: ClassVar[str] = ""
+    has_rates: ClassVar[bool] = False  # layers decay by -exp(A_log)
 
     def __init__(self, pool: HybridReqToTokenPool, limits: Limits, layers: Sequence[int]) -> None:
         states = pool.mamba_pool
@@ -104,6 +106,8 @@ class LinearAttnBackend(ABC):
         self.report = new_report(self.device) if is_checked() else None
         self._drafts = DraftWindows(states, limits) if states.speculative_num_draft_tokens else None
         self._kept = CheckpointInputs(pool, limits) if pool.max_checkpoints else None
+        temporal = states.states.temporal if self.has_rates else None
+        self._rates = None if temporal is None else DecayRates(temporal.shape[0], temporal.shape[2], self.device)
         self._prepared: PreparedStep[ForwardMetadata] = PreparedStep()
         self._refused: str | None = None  # why the last step has no linear layers
 
@@ -138,6 +142,8 @@ class LinearAttnBackend(ABC):
         self._refused = self._refusal(batch)
         if self._refused:
             return  # a draft model's layers attend, as a rule: the others say it
+        if self._rates is not None:
+            self._rates.begin()
         size, drafts = batch.batch_size, self._drafts_of(batch)
         metadata = ForwardMetadata(
             mamba_cache_indices=self._indices[:size],
@@ -195,6 +201,8 @@ class LinearAttnBackend(ABC):
         elif batch.forward_mode.is_draft_extend() and batch.extend_seq_lens is not None:
             wide = torch.where(batch.extend_seq_lens > 0, wide, -1)  # padding has no token, and some request's row
         step.mamba_cache_indices.copy_(wide)
+        if self._rates is not None:
+            self._rates.compute()
         if step.drafts:
             return
         self.pool.mamba_pool.fold(step.mamba_cache_indices)
@@ -353,6 +361,11 @@ class LinearAttnBackend(ABC):
     ) -> None:
         """What follows the convolution: writes ``out``. `where`: what the op is told of the states."""
 
+    def _rate(self, layer: RadixLinearAttention) -> Tensor:
+        """float32 ``[num_v_heads]``: ``-exp(A_log)`` of a layer that has one, in a pool with temporal_shape."""
+        assert self._rates is not None and layer.A_log is not None
+        return self._rates.of(self._places[layer.layer_id], layer.A_log)
+
     def _op(self, family: str, step: ForwardMetadata, where: dict[str, Any]) -> Callable[..., Tensor]:
         """The op of a recurrence for the step."""
         if not where:
@@ -407,7 +420,7 @@ class KDAAttnBackend(_DeltaRule):
 class Mamba2AttnBackend(LinearAttnBackend):
     """Mamba2: Nemotron-H, Falcon-H1, Bamba. `mixed_qkv` is x, B and C; `a` is dt."""
 
-    name = "mamba2"
+    name, has_rates = "mamba2", True
 
     def attend(self, layer, mixed, a, b, z, where, step, out) -> None:  # type: ignore[no-untyped-def]
         if a is None or b is not None or layer.A_log is None:
@@ -425,7 +438,7 @@ class Mamba2AttnBackend(LinearAttnBackend):
         op(
             x.unflatten(-1, heads),
             a,
-            -layer.A_log.exp(),
+            self._rate(layer),
             B.unflatten(-1, groups),
             C.unflatten(-1, groups),
             scale=layer.scaling or 1.0,
@@ -437,7 +450,7 @@ class Mamba2AttnBackend(LinearAttnBackend):
 class LightningAttentionBackend(LinearAttnBackend):
     """Lightning attention: MiniMax-01, Ling. The decay of a head is constant."""
 
-    name = "lightning"
+    name, has_rates = "lightning", True
 
     def attend(self, layer, mixed, a, b, z, where, step, out) -> None:  # type: ignore[no-untyped-def]
         if a is not None or b is not None or z is not None or layer.A_log is None:
@@ -448,7 +461,7 @@ class LightningAttentionBackend(LinearAttnBackend):
         heads = (layer.num_v_heads, layer.head_v_dim)
         op = self._op("ssd", step, where)
         options: dict[str, Any] = {"scale": layer.scaling or 1.0, "out": out.unflatten(-1, heads)}
-        op(v.unflatten(-1, heads), None, -layer.A_log.exp(), k, q, **options, **where)
+        op(v.unflatten(-1, heads), None, self._rate(layer), k, q, **options, **where)
 
 
 class ShortConvAttnBackend(LinearAttnBackend):
