@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
 
@@ -21,8 +20,8 @@ from block_problems import (
     prefill_blocks,
     prefill_plan,
 )
+from op_calls import OpCalls
 from problems import FP8, LAYOUTS, paged_problem
-from torch.utils._python_dispatch import TorchDispatchMode
 from xqa_decoding import captured
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -81,18 +80,6 @@ def test_empty_lists_and_batches(device):
     assert out.shape[0] == 0
 
 
-class Calls(TorchDispatchMode):
-    """Counts the operators that are called."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = collections.Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count[func.name()] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def mixed_problem(device, **options):
     """Requests without tokens, without keys, with new tokens alone, and with a prefix."""
     return paged_problem([300, 64, 0, 40, 129, 20], [70, 0, 0, 1, 33, 20], **options).to(device)
@@ -124,7 +111,7 @@ def test_all_kv_heads_are_one_launch_where_nothing_is_for_one_alone(heads, given
     lists = draw_lists(problem, 16, 5)
     plan = prefill_plan(problem, lists, 16, **({"dtype": FP8} if given == "small scratch" else {}))
     rules = {"sinks": torch.linspace(-2, 2, heads[0], device=device)} if given == "sinks" else {}
-    with Calls() as calls:
+    with OpCalls() as calls:
         got = prefill_blocks(problem, lists, 16, plan=plan, csr=given == "csr", **rules)
     assert_blocks_close(problem, got, blocks_expected(problem, lists, 16, new_blocks=True, **rules))
     names = ("fmha_paged", "fmha_plan", "build_block_tables")
@@ -137,7 +124,7 @@ def test_one_kv_head_has_no_scratch_and_copies_nothing():
     plan = prefill_plan(problem, lists, 16)
     assert plan.q_by_head.numel() == plan.out_by_head.numel() == plan.lse_by_head.numel() == 0
     pages = (problem.k_pages, problem.v_pages, problem.page_table, problem.cache_seqlens, problem.cu_seqlens_q)
-    with Calls() as calls:
+    with OpCalls() as calls:
         ops.fmha_paged(problem.q, *pages, plan, block_list=lists, return_lse=True)
     assert calls.count["attnops::fmha_paged"] == 1 and calls.count["aten::copy_"] == 0
 
@@ -193,7 +180,7 @@ def test_fp8_queries_have_results_of_16_bits():
     plan = prefill_plan(narrow, lists, 16)
     pages = (problem.k_pages, problem.v_pages, problem.page_table, problem.cache_seqlens, problem.cu_seqlens_q)
     scales = {"k_scale": problem.k_scale, "v_scale": problem.v_scale}
-    with Calls() as calls:
+    with OpCalls() as calls:
         got = ops.fmha_paged(narrow.q, *pages, plan, block_list=lists, return_lse=True, **scales)
     assert got[0].dtype == BF16 and calls.count["attnops::fmha_paged"] == 1
     assert_blocks_close(problem, got, blocks_expected(narrow, lists, 16, new_blocks=True))

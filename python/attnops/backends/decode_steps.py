@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attnops import ops
 from attnops.backends.base import LayerCall, sees_past_window
 from attnops.backends.bound_layer import BoundLayer, bind_layer
 from attnops.backends.draft_windows import DecodeWindows, WindowStep
 from attnops.backends.prepared import PreparedStep, in_one_thread
 from attnops.backends.store import heads
 from attnops.graph_buffers import MAX_CACHED_STEPS, PagedBuffers, PagedStep
-from attnops.metadata.plan import MlaDecodePlan
 from attnops.plan_buffers import BlockBuffers, DecodePlan, DecodePlans, TokenBlocks
 from attnops.types import AttentionBatch, AttentionSpec, AttentionType, ForwardMode, Limits
 
@@ -84,7 +82,7 @@ class DecodeSteps:
         for seqlen_q in {1, limits.max_tokens_per_request}:
             self._plans_for(seqlen_q)
         self._steps: dict[tuple[int, int, int, int, int | None, bool], DecodeStep] = {}
-        self._windows: DecodeWindows | None = None  # of draft steps, made at the first one
+        self._windows = DecodeWindows(spec, limits, device)
         self._borrows = False
         self.prepared: PreparedStep[DecodeStep] = PreparedStep() if prepared is None else prepared
         if device.type == "cpu":  # where a layer is done when its call returns; on a GPU the stream keeps the order
@@ -145,15 +143,7 @@ class DecodeSteps:
         if step.blocks is not None:
             step.blocks.build(batch, step.paged)
             cache_seqlens = step.blocks.cache_seqlens
-        if step.windows is not None:
-            assert self._windows is not None
-            self._windows.build(step.windows, batch, self.buffers.report)
-        for window, plan in step.plans.items():
-            lengths = cache_seqlens if step.windows is None or window < 0 else step.windows.seqlens
-            if isinstance(plan, MlaDecodePlan):
-                ops.mla_decode_plan(plan, lengths)
-            else:
-                ops.xqa_decode_plan(plan, lengths)
+        self._windows.plan(step.windows, step.plans, batch, cache_seqlens, self.buffers.report)
 
     def forward(
         self,
@@ -243,12 +233,7 @@ class DecodeSteps:
     def _make(self, batch: AttentionBatch, paged: PagedStep) -> DecodeStep:
         if batch.is_uniform:
             plans = self._plans_for(batch.tokens_per_request).views(batch.batch_size)
-            if not batch.draft_steps or self._spec.sliding_window_size < 0:
-                return DecodeStep(paged, plans, None)
-            if self._windows is None:
-                self._windows = DecodeWindows(self._spec, self._limits, self._device)
-            windows, plans[self._spec.sliding_window_size] = self._windows.views(batch)
-            return DecodeStep(paged, plans, None, windows=windows)
+            return DecodeStep(paged, plans, None, windows=self._windows.views(batch, plans))
         if batch.num_tokens == 0:
             return DecodeStep(paged, {}, None)
         assert self._blocks is not None, "a backend whose draft_width is 0 serves ragged steps elsewhere"

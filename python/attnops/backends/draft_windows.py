@@ -8,6 +8,7 @@ that is left to ask for. It may begin within a page, so its pages are tokens.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from attnops import ops
 from attnops.backends.store import uses_window_slots
+from attnops.metadata.plan import MlaDecodePlan
 from attnops.plan_buffers import DecodePlan, DecodePlans
 from attnops.reference import pack_tree_mask, unpack_tree_mask
 from attnops.types import AttentionBatch, AttentionSpec, Limits, TokenPool
@@ -169,22 +171,57 @@ class DraftWindows:
 
 
 class DecodeWindows:
-    """`DraftWindows` with plans of a decode op, for backends that attend by `xqa_decode` or `mla_decode`."""
+    """`DraftWindows` with plans of a decode op, for backends that attend by `xqa_decode` or `mla_decode`.
+
+    Buffers are made at the first draft step of a model with a window.
+    """
 
     def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device) -> None:
         self._spec, self._limits, self._device = spec, limits, device
-        self._windows = DraftWindows(spec, limits, device)
+        self._windows: DraftWindows | None = None
         self._plans: dict[tuple[int, int], DecodePlans] = {}  # by tokens of a request and columns
 
-    def views(self, batch: AttentionBatch) -> tuple[WindowStep, DecodePlan]:
-        """Host work."""
+    def views(self, batch: AttentionBatch, plans: dict[int, DecodePlan]) -> WindowStep | None:
+        """Host work. None: not a draft step, or no window.
+
+        Args:
+            plans: Of each window of the model; that of a draft step takes its place.
+
+        Raises:
+            ValueError: as of `DraftWindows.views`.
+        """
+        window = self._spec.sliding_window_size
+        if not batch.draft_steps or window < 0:
+            return None
+        if self._windows is None:
+            self._windows = DraftWindows(self._spec, self._limits, self._device)
         step, key = self._windows.views(batch), (batch.tokens_per_request, self._windows.columns(batch))
         if key not in self._plans:
             spec = dataclasses.replace(self._spec, page_size=1, sliding_window_size=-1)
             limits = dataclasses.replace(self._limits, max_seqlen=key[1])
             self._plans[key] = DecodePlans(spec, limits, limits.max_batch_size, key[0], self._device)
-        return step, self._plans[key].views(batch.batch_size)[-1]
+        plans[window] = self._plans[key].views(batch.batch_size)[-1]
+        return step
 
-    def build(self, step: WindowStep, batch: AttentionBatch, report: Tensor | None) -> None:
-        """Device work, recorded in a graph: the table; the plan is the caller's to fill."""
-        self._windows.build(step, batch, report)
+    def plan(
+        self,
+        step: WindowStep | None,
+        plans: Mapping[int, DecodePlan],
+        batch: AttentionBatch,
+        cache_seqlens: Tensor,
+        report: Tensor | None,
+    ) -> None:
+        """Device work, recorded in a graph: the table of `step`, if there is one, and the plans of all windows.
+
+        Args:
+            cache_seqlens: int32, of the requests of `plans`.
+        """
+        if step is not None:
+            assert self._windows is not None
+            self._windows.build(step, batch, report)
+        for window, plan in plans.items():
+            lengths = cache_seqlens if step is None or window < 0 else step.seqlens
+            if isinstance(plan, MlaDecodePlan):
+                ops.mla_decode_plan(plan, lengths)
+            else:
+                ops.xqa_decode_plan(plan, lengths)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnops import ops
 from attnops.backends import attend
 from attnops.backends.base import AttentionBackend, LayerCall, sees_past_window
 from attnops.backends.capability import DECODER_MODES, FLOATS, Capability, HeadDims
@@ -25,7 +24,6 @@ from attnops.backends.prepared import PreparedStep, in_one_thread
 from attnops.backends.registry import register_attention_backend
 from attnops.backends.store import store_kv, store_mla
 from attnops.graph_buffers import MAX_CACHED_STEPS, PagedBuffers, PagedStep
-from attnops.metadata.plan import MlaDecodePlan
 from attnops.ops.fp4_kv import FP4
 from attnops.plan_buffers import BlockBuffers, DecodePlan, DecodePlans, TokenBlocks
 from attnops.types import AttentionBatch, AttentionSpec, AttentionType, Limits
@@ -91,7 +89,7 @@ class IntelAMXAttnBackend(AttentionBackend):
         self._blocks = BlockBuffers(spec, limits, self.device) if spec.is_mla else None
         self._mla = None if spec.up_head_dims is None else MlaPrefill(spec, limits, self.device)
         self._fmha = None if spec.is_mla else FmhaSteps(spec, limits, self.device, self._buffers)
-        self._windows: DecodeWindows | None = None  # of draft steps, made at the first one
+        self._windows = DecodeWindows(spec, limits, self.device)
         self._local: LocalSteps | None = None
         if spec.attention_chunk_size:
             assert self._fmha is not None, "AttentionSpec has checked"
@@ -138,15 +136,7 @@ class IntelAMXAttnBackend(AttentionBackend):
         if step.blocks is not None:
             step.blocks.build(batch, step.paged)
             cache_seqlens = step.blocks.cache_seqlens
-        if step.windows is not None:
-            assert self._windows is not None
-            self._windows.build(step.windows, batch, self._buffers.report)
-        for window, decode_plan in step.decode.items():
-            lengths = cache_seqlens if step.windows is None or window < 0 else step.windows.seqlens
-            if isinstance(decode_plan, MlaDecodePlan):
-                ops.mla_decode_plan(decode_plan, lengths)
-            else:
-                ops.xqa_decode_plan(decode_plan, lengths)
+        self._windows.plan(step.windows, step.decode, batch, cache_seqlens, self._buffers.report)
         if step.fmha is not None:
             assert self._fmha is not None
             self._fmha.plan(step.fmha, batch)
@@ -192,12 +182,7 @@ class IntelAMXAttnBackend(AttentionBackend):
         """The views of one shape. Uniform steps are decode, others fmha, or blocks where there is MLA."""
         if batch.is_uniform and self._decodes and not sees_past_window(self.spec, batch):
             plans = self._plans_for(batch.tokens_per_request).views(batch.batch_size)
-            if not batch.draft_steps or self.spec.sliding_window_size < 0:
-                return CpuStep(paged, plans, None, None)
-            if self._windows is None:
-                self._windows = DecodeWindows(self.spec, self.limits, self.device)
-            windows, plans[self.spec.sliding_window_size] = self._windows.views(batch)
-            return CpuStep(paged, plans, None, None, windows)
+            return CpuStep(paged, plans, None, None, self._windows.views(batch, plans))
         if self._blocks is not None:
             blocks = self._blocks.blocks(batch.batch_size, batch.num_tokens)
             return CpuStep(paged, self._blocks.plans.views(blocks.num_blocks), None, blocks)
