@@ -49,6 +49,13 @@ def test_windows_leave_branches_the_same_prefix(name, page_size, window, monkeyp
     check(name, "window", page_size, 4, 3, window=window)
 
 
+@pytest.mark.parametrize("name, kind", [("intel_amx", "mha"), ("trtllm_mha", "mha"), ("fa3", "two dims")])
+@pytest.mark.parametrize("window", [0, 1, 2, 7])
+def test_drafts_may_end_the_last_row_of_slots(name, kind, window, monkeypatch):
+    monkeypatch.setenv("ATTNOPS_CHECK", "1")
+    check(name, kind, 1, 3, 5, window=window, lengths=[0, 5, 160 - 3 * 5, 75])
+
+
 @pytest.mark.parametrize("name", ["intel_amx", "fa3"])
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64])
 @pytest.mark.parametrize("window, sinks", [(0, False), (1, True), (7, False), (7, True), (64, True), (-1, True)])

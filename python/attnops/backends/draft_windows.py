@@ -118,8 +118,8 @@ class DraftWindows:
 
     def columns(self, batch: AttentionBatch) -> int:
         """Of the table of a step, at most: its tokens."""
-        reach = min(self._window, self._limits.max_seqlen)
-        return max(reach - (batch.draft_step or 0), 1) + (batch.tree_keys if self._with_drafts else 0)
+        reach = max(min(self._window, self._limits.max_seqlen) - (batch.draft_step or 0), 0)
+        return reach + batch.tree_keys if self._with_drafts else max(reach, 1)
 
     def views(self, batch: AttentionBatch) -> WindowStep:
         """Host work.
