@@ -78,6 +78,19 @@ def test_decode_with_sinks(heads, dtype, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_sinks_that_are_parameters_leave_no_gradients_behind(num_kv_heads, device):
+    problem = paged_problem([40, 20], page_size=16, num_kv_heads=num_kv_heads).to(device)
+    lists = draw_lists(problem, 16, 3)
+    plan, sinks = decode_plan(problem, lists, 16), torch.nn.Parameter(torch.linspace(-2, 2, 8, device=device))
+    given = {"sinks_in_lse": True}
+    got = decode_blocks(problem, lists, 16, plan=plan, sinks=sinks, **given)
+    expected = decode_blocks(problem, lists, 16, plan=plan, sinks=sinks.detach(), **given)
+    assert not plan.sink_lse.requires_grad
+    assert all(torch.equal(a, b) and not a.requires_grad for a, b in zip(got, expected))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("window_left", [0, 1, 15, 16, 40, 70, 1000])
 @pytest.mark.parametrize("sizes", [(16, 16, 9), (64, 4, 60), (16, 64, 4), (24, 16, 7), (64, 1, 150)])
 def test_decode_with_windows(sizes, window_left, device):

@@ -105,6 +105,16 @@ def test_a_recurrent_step_of_one_token(device):
     assert relative(final, states.transpose(-1, -2)) < 1e-6, "the step is of float32"
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_step_of_one_token_takes_a_dtype_each_and_gives_that_of_v(device):
+    torch.manual_seed(2)
+    q, k = (torch.randn(3, 1, 2, 64, device=device) for _ in range(2))
+    v, g = torch.randn(3, 1, 4, 32, device=device).bfloat16(), -torch.rand(3, 1, 4, device=device)
+    out, _ = fla.fused_recurrent_gated_delta_rule(q, k, v, g, beta=torch.sigmoid(g))
+    wide, _ = fla.fused_recurrent_gated_delta_rule(q, k, v.float(), g, beta=torch.sigmoid(g))
+    assert out.dtype == torch.bfloat16 and torch.equal(out, wide.bfloat16())
+
+
 def test_gates_of_heads_and_of_channels():
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 30, 2, 16), torch.randn(1, 30, 2, 16), torch.randn(1, 30, 2, 8)

@@ -154,7 +154,8 @@ class FmhaSteps:
         if self._stages is None:
             if self._spec.attention_chunk_size:
                 raise NotImplementedError(
-                    "attnops: a batch with draft_steps needs layers without chunks (attention_chunk_size)"
+                    "attnops: a batch with draft_steps needs layers without chunks (attention_chunk_size 0), got "
+                    f"{self._spec.attention_chunk_size}"
                 )
             self._stages = DraftStages(self._spec, self._limits, self._device)
         return self._stages

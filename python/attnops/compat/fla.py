@@ -76,7 +76,7 @@ def _run(
     """States are ``[N, HV, K, V]``, or ``[N, HV, V, K]`` with `v_first`; the op has the latter.
 
     Args:
-        step: One token of each sequence is a decode step.
+        step: One token of each sequence is a decode step. Then q, k and v may have a dtype each; the result has v's.
     """
     batch, tokens = q.shape[:2]
     if cu_seqlens is None:
@@ -100,8 +100,11 @@ def _run(
     indices = torch.arange(count, dtype=torch.int32, device=q.device)
     q, k, v, g, beta = (x.flatten(0, 1) for x in (q, k, v, g.float(), beta.float()))
     if step and tokens == 1 and cu_seqlens is None:
+        dtype = v.dtype
+        if not q.dtype == k.dtype == dtype:
+            q, k, v = q.float(), k.float(), v.float()
         out = ops.delta_decode(q, k, v, g, beta, states=states, state_indices=indices, scale=scale, qk_l2norm=l2norm)
-        return out.unflatten(0, (batch, tokens)), _final(states, v_first) if output_final_state else None
+        return out.to(dtype).unflatten(0, (batch, tokens)), _final(states, v_first) if output_final_state else None
     out = ops.delta_prefill(
         q,
         k,

@@ -76,7 +76,7 @@ def lse_like(q: Tensor, lse: Tensor | None, needed: bool) -> Tensor | None:
 def add_sinks(lse: Tensor | None, sinks: Tensor | None) -> None:
     """`sinks_in_lse`: the sinks' share into an lse. A row that sees no key stays at ``-inf``."""
     if lse is not None and sinks is not None:
-        lse.copy_(torch.where(lse == -math.inf, lse, torch.logaddexp(lse, sinks)))
+        lse.copy_(torch.where(lse == -math.inf, lse, torch.logaddexp(lse, sinks.detach())))
 
 
 def register_fake(op: str, on_host: tuple[str, ...] = ()) -> None:

@@ -367,7 +367,7 @@ def _join_sinks(out: Tensor, lse: Tensor, sinks: Tensor, plan: BlockDecodePlan) 
     """Each row's share of what its head's sink leaves: the requests of a call's KV heads have one kernel's sinks."""
     tokens, shape = plan.sink_lse[1], (*plan.sink_lse.shape[1:], plan.head_dim)
     rows = _side_by_side("out", out, shape)
-    tokens.copy_(sinks)
+    tokens.copy_(sinks.detach())  # else a parameter's gradients would follow the plan's scratch
     values = plan.no_values.view(out.dtype)[: plan.head_dim].expand(shape)
     merge_state(rows, _side_by_side("lse", lse, shape[:2]), values, tokens, out=rows, lse=tokens)
 
