@@ -49,7 +49,7 @@ class Stage:
 
 
 @dataclass
-class DraftStages:
+class PlannedStages:
     """Both stages of a step, by window of the model; of each window how much of a prefix it reaches."""
 
     prefix: dict[int, Stage] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class FlashInferDrafts:
             self._indices[spec.sliding_window_size] = torch.zeros(cells, **self._options)
             self._spread = torch.zeros(cells, **self._options)
 
-    def stages(self, batch: AttentionBatch, seqlens_k: Tensor, graph: GraphBuffers | None) -> DraftStages:
+    def stages(self, batch: AttentionBatch, seqlens_k: Tensor, graph: GraphBuffers | None) -> PlannedStages:
         """Host work of a step.
 
         Args:
@@ -92,7 +92,7 @@ class FlashInferDrafts:
             raise ValueError(
                 "attnops: backend flashinfer plans on the host and needs draft_step in the batch, got None"
             )
-        size, rows, stages = batch.batch_size, batch.num_tokens, DraftStages()
+        size, rows, stages = batch.batch_size, batch.num_tokens, PlannedStages()
         prefix = (seqlens_k - batch.tree_keys).clamp_(min=0)
         branches = torch.arange(size + 1, dtype=torch.int32) * batch.tokens_per_request
         places = torch.arange(rows + 1, dtype=torch.int32)
@@ -119,7 +119,7 @@ class FlashInferDrafts:
             )  # fmt: skip
         return stages
 
-    def fill(self, stages: DraftStages, batch: AttentionBatch, report: Tensor | None) -> None:
+    def fill(self, stages: PlannedStages, batch: AttentionBatch, report: Tensor | None) -> None:
         """Device work of a step, recorded in a graph: pages of both stages."""
         pool = batch.token_to_kv_pool
         assert batch.req_to_token is not None and pool is not None, "PagedBuffers.build has checked"

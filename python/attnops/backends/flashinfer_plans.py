@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attnops.backends.capability import SIXTEEN_BIT
 from attnops.backends.flashinfer_calls import RepeatedRun
-from attnops.backends.flashinfer_drafts import DraftStages, Stage, cumulative, paging
+from attnops.backends.flashinfer_drafts import PlannedStages, Stage, cumulative, paging
 from attnops.backends.store import FP8
 from attnops.environment import (
     FLASHINFER_DECODE_SPLIT_TILE,
@@ -128,7 +128,7 @@ class FlashInferStep:
     graph: GraphBuffers | None = None
     planned: dict[Key, Any] = field(default_factory=dict)
     repeated: dict[Key, RepeatedRun | None] = field(default_factory=dict)
-    drafts: DraftStages | None = None
+    drafts: PlannedStages | None = None
 
 
 def make_step(paged: PagedStep, seqlens_q: Tensor | int, seqlens_k: Tensor, page_size: int) -> FlashInferStep:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attnops import ops
 from attnops.backends.linear_checkpoints import CheckpointInputs, Checkpoints
-from attnops.backends.linear_drafts import DraftWindows
+from attnops.backends.linear_drafts import ConvolvedDrafts
 from attnops.backends.linear_rates import DecayRates
 from attnops.backends.prepared import PreparedStep, in_one_thread
 from attnops.pools import HybridReqToTokenPool, MambaState
@@ -104,7 +104,7 @@ class LinearAttnBackend(ABC):
         conv = states.states.conv  # what is convolved of a token per request, of one layer after the other
         self._convolved = None if conv is None else conv.new_empty(size, conv.shape[2])
         self.report = new_report(self.device) if is_checked() else None
-        self._drafts = DraftWindows(states, limits) if states.speculative_num_draft_tokens else None
+        self._drafts = ConvolvedDrafts(states, limits) if states.speculative_num_draft_tokens else None
         self._kept = CheckpointInputs(pool, limits) if pool.max_checkpoints else None
         temporal = states.states.temporal if self.has_rates else None
         self._rates = None if temporal is None else DecayRates(temporal.shape[0], temporal.shape[2], self.device)

@@ -10,7 +10,7 @@ from attnops.pools import MambaPool
 from attnops.types import Limits
 
 
-class DraftWindows:
+class ConvolvedDrafts:
     """The state that each of the last step's drafts would leave in the convolutions of all layers.
 
     Args:

@@ -10,7 +10,7 @@ class DecayRates:
     """``-exp(A_log)`` of every layer, in three launches a step in place of two a layer.
 
     Each step computes them anew, inside the graph. So a weight that is written in place counts from the next step or
-    replay on, whatever writes it: `param.data.copy_` and a collective count no version.
+    replay on, whatever writes it. Versions would not tell: `param.data.copy_` and collectives raise none.
 
     A step computes what the layers of the steps before had. A layer whose tensor is another one by now computes its
     own, and so do all layers until each has run.
