@@ -91,6 +91,15 @@ class Draw:
             return min(max(unit * self.number(1, max(longest // unit, 1)) + self.number(-1, 1), 0), longest)
         return self.number(0, longest)
 
+    def batch(self, few: Sequence[int], query_elements: int) -> int:
+        """Requests: none, a few, or more works than a GPU has SMs. `query_elements`: of one of them."""
+        if self.chance(0.03):
+            return 0
+        if not self.chance(0.05):
+            return self.pick(few)
+        self.saw("mode many requests")
+        return max(min(self.pick([30, 80, 150, 300]), 2_000_000 // max(query_elements, 1)), 1)
+
     def lengths(self, count: int, longest: int) -> list[int]:
         """Of `count` requests: unlike, or all alike."""
         if self.chance(0.1):

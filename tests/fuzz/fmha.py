@@ -70,7 +70,7 @@ def draw_call(draw: Draw, *, paged: bool, fp8_queries: bool = False) -> Call:
     pair = dim == 192 and draw.chance(0.5)  # 192 beside 128 has kernels of its own
     dim_v = 128 if pair else dim if draw.chance(0.7) else draw.pick(DIMS)
     dtype, kv_dtype = (FP8, FP8) if fp8_queries else draw_dtypes(draw)
-    batch = 0 if draw.chance(0.03) else draw.pick([1, 1, 2, 3, 4, 6])
+    batch = draw.batch([1, 1, 2, 3, 4, 6], heads * max(dim, dim_v))
     longest = max(min(50_000 // (kv_heads * max(dim, dim_v) * max(batch, 1)), 800), 8)
     lengths_k = draw.lengths(batch, longest)
     most_q = max(min(400_000 // (heads * longest), 2_000_000 // (heads * max(dim, dim_v) * max(batch, 1)), 200), 1)

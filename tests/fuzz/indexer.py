@@ -45,6 +45,8 @@ def right_select(draw: Draw) -> None:
     draw.saw("op topk_select")
     rows, columns = draw.pick([0, 1, 2, 5, 9]), draw.pick([1, 3, 60, 300, 2100, 5000, 5000])
     columns = draw.pick([20001, 66000]) if draw.chance(0.1) else columns
+    if draw.chance(0.1):  # more rows than a GPU has places for
+        rows, columns = draw.pick([(70, 66000), (140, 20001), (300, 2100), (300, 5000), (400, 300)])
     counts = [0, 1, 2, 7, 64, 65, 512, 1000, 2047, 2048]
     k = draw.pick([n for n in counts if n < columns] if draw.chance(0.7) else counts)
     dtype = draw.pick([torch.float32, torch.float32, torch.bfloat16])

@@ -35,7 +35,7 @@ def right_drafts(draw: Draw) -> None:
     io, kept = draw.pick(FLOATS), draw.pick(FLOATS)
     batch, groups, drafts = draw.pick([1, 2, 5]), draw.pick([1, 2]), draw.pick([1, 2, 4, 8, 11, 16])
     heads = groups * draw.pick([1, 2])
-    keys, rows = draw.pick([1, 16, 64, 100, 128, 200]), draw.pick([1, 16, 64, 100])
+    keys, rows = draw.pick([1, 16, 64, 100, 128, 200, 200, 256]), draw.pick([1, 16, 64, 100])
     delta, num_slots, ring = draw.chance(0.6), batch + 2, drafts + draw.pick([0, 3, 12])
     channels = delta and draw.chance(0.4)
     draw.note(delta=delta, io=io, states=kept, B=batch, T=drafts, R=ring, G=groups, H=heads, K=keys, V=rows)

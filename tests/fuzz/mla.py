@@ -73,8 +73,8 @@ def draw_call(draw: Draw) -> Call:
     heads = draw.pick(HEADS)
     dtype = draw.pick([torch.bfloat16, torch.bfloat16, torch.float16, *([] if on_gpu else [torch.float32])])
     kv_dtype = draw.pick([dtype, dtype, FP8, torch.uint8])
-    batch = 0 if draw.chance(0.03) else draw.pick([1, 1, 2, 3, 5])
     seqlen = draw.pick([1, 1, 1, 1, 2, 3, 5, 9])
+    batch = draw.batch([1, 1, 2, 3, 5], seqlen * heads * QK)
     longest = min(max((2_000_000 if on_gpu else 150_000) // (QK * max(batch, 1)), 8), 8000)
     if draw.chance(0.4):
         longest = min(longest, 100)

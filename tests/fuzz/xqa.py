@@ -93,9 +93,9 @@ def draw_call(draw: Draw, *, heads: tuple[int, int] | None = None) -> Call:
     if draw.chance(0.06):
         dim = draw.number(1, 256)
     dtype, kv_dtype = draw_dtypes(draw)
-    batch = 0 if draw.chance(0.03) else draw.pick([1, 1, 2, 3, 4, 5, 7])
     seqlen = draw.pick([1, 1, 1, 1, 2, 3, 4, 5, 8, 9, 17])
-    budget = 60_000 if draw.device == "cpu" else 1_000_000
+    batch = draw.batch([1, 1, 2, 3, 4, 5, 7], seqlen * num_heads * dim)
+    budget = (60_000 if draw.device == "cpu" else 1_000_000) * (4 if batch > 10 else 1)
     longest = max(min(budget // (kv_heads * dim * max(batch, 1)), 4000 if draw.device == "cpu" else 20_000), 8)
     if draw.chance(0.5):
         longest = min(longest, 200)
