@@ -42,10 +42,38 @@ struct ChunkOut {
   DType dtype;
 };
 
+// What gates become. With a rate, logits x: the decay is exp(-rate softplus(x)), or exp(lower_bound sigmoid(rate x))
+// where lower_bound is below 0. Without one x is the log of the decay.
+struct ChunkGates {
+  float* x;           // [n]; overwritten
+  const float* bias;  // [n], or null
+  int n;              // a multiple of 16
+  bool has_rate;
+  float rate, lower_bound;  // the rate finite
+};
+
+// A chunk whose tokens have a decay for each key channel, in blocks of kChunkBlock tokens. Rows of [n, keys], those
+// from `count` on are zero.
+inline constexpr int kChunkBlock = 16;
+struct ChunkChannels {
+  const float *keys, *queries, *decay;
+  float* fade;                       // [keys]: in and out, the decay from the chunk's begin to the block's
+  float *by_block, *queries_by_block;  // keys and queries, decayed from the block's begin to the token
+  float *by_chunk, *queries_by_chunk;  // and from the chunk's begin
+  float* ahead;                      // keys, decayed from behind the token to the block's end; earlier blocks' as well
+  float *dots, *query_dots;          // [n, n]: of tokens of the block, decays included
+  int num_keys, n;
+};
+
 struct ChunkKernels {
   // As TileOps::load_rows, into floats.
   void (*load_rows)(void* dst, int64_t ld, const void* const* rows, int m, int k, int k_padded, DType dtype,
                     float scale);
+  void (*find_decays)(const ChunkGates& gates);
+  void (*sigmoid)(float* x, int n);
+  void (*softplus)(float* x, int n);
+  void (*spread_block)(const ChunkChannels& channels, int first);  // all but the dots
+  void (*meet_in_block)(const ChunkChannels& channels, int first);  // the dots
   void (*weigh)(const ChunkWeights& weights);
   void (*solve)(const ChunkSolve& solve);
   void (*scale_rows)(float* rows, int64_t ld, const float* factors, int m, int n);

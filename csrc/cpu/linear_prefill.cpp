@@ -78,7 +78,8 @@ class HeadPrefill {
     for (int64_t t = first; t < last;) {
       const int count = piece(request, t, first, last);
       const bool whole = count >= kFewestInChunk, kept = p_.checkpoint(request, p_.prefix(request) + t + count - first) >= 0;
-      if (whole) chunks_->begin_chunk(head / p_.step.heads_per_group, t, count);
+      const int more = t + count < last ? piece(request, t + count, first, last) : 0;
+      if (whole) chunks_->begin_chunk(head / p_.step.heads_per_group, t, count, more);
       for (int i = 0; i < heads; ++i) {
         if (whole) {
           chunks_->take(head + i, i);
