@@ -10,21 +10,21 @@ namespace attnops::cpu {
 // How much each token of a chunk has of what earlier ones wrote. `decay` and `key_norm` are factors of the tokens;
 // decays between tokens are products of them, so that no exponent is above 0.
 struct ChunkWeights {
-  const float *keys, *queries;     // [count, ld]: k_t k_s, and q_t k_s, for s up to t
-  const float *decay, *key_norm;   // [count]
-  const float* coefficient;        // [count], of L
-  float* l;                        // [count, ld], or null: coefficient_t key_norm_t D_ts k_t k_s, for s < t
-  float* p;                        // [count, ld]: D_ts q_t k_s, for s up to t, and zeros
-  float* left;                     // [ld]: key_norm_s and the decays of all tokens behind s; zeros from `count` on
-  int64_t ld;                      // a multiple of 16
+  const float *keys, *queries;    // [count, ld]: k_t k_s, and q_t k_s, for s up to t
+  const float *decay, *key_norm;  // [count]
+  const float* coefficient;       // [count], of L
+  float* l;                       // [count, ld], or null: coefficient_t key_norm_t D_ts k_t k_s, for s < t
+  float* p;                       // [count, ld]: D_ts q_t k_s, for s up to t, and zeros
+  float* left;                    // [ld]: key_norm_s and the decays of all tokens behind s; zeros from `count` on
+  int64_t ld;                     // a multiple of 16
   int count;
 };
 
 // U of (1 + L) U = v_factor V - state_factor KS, in V's place.
 struct ChunkSolve {
-  float* u;         // [count, n]: V; overwritten
-  const float* ks;  // [count, n]: what the state at the chunk's begin says to the keys
-  const float* l;   // [count, ld], below the diagonal
+  float* u;                              // [count, n]: V; overwritten
+  const float* ks;                       // [count, n]: what the state at the chunk's begin says to the keys
+  const float* l;                        // [count, ld], below the diagonal
   const float *v_factor, *state_factor;  // [count]
   int64_t ld;
   int count, n;  // n: a multiple of 16
@@ -32,11 +32,11 @@ struct ChunkSolve {
 
 // A row of the output: (factor acc + skip v) z sigmoid(z).
 struct ChunkOut {
-  const float* acc;       // [count, n]
-  const float* factor;    // [count]
-  void* const* rows;      // of dtype
-  const void* const* v;   // of dtype, or null
-  const void* const* z;   // of dtype, or null
+  const float* acc;      // [count, n]
+  const float* factor;   // [count]
+  void* const* rows;     // of dtype
+  const void* const* v;  // of dtype, or null
+  const void* const* z;  // of dtype, or null
   float skip;
   int count, n;
   DType dtype;
@@ -57,11 +57,11 @@ struct ChunkGates {
 inline constexpr int kChunkBlock = 16;
 struct ChunkChannels {
   const float *keys, *queries, *decay;
-  float* fade;                       // [keys]: in and out, the decay from the chunk's begin to the block's
+  float* fade;                         // [keys]: in and out, the decay from the chunk's begin to the block's
   float *by_block, *queries_by_block;  // keys and queries, decayed from the block's begin to the token
   float *by_chunk, *queries_by_chunk;  // and from the chunk's begin
-  float* ahead;                      // keys, decayed from behind the token to the block's end; earlier blocks' as well
-  float *dots, *query_dots;          // [n, n]: of tokens of the block, decays included
+  float* ahead;              // keys, decayed from behind the token to the block's end; earlier blocks' as well
+  float *dots, *query_dots;  // [n, n]: of tokens of the block, decays included
   int num_keys, n;
 };
 
@@ -72,7 +72,7 @@ struct ChunkKernels {
   void (*find_decays)(const ChunkGates& gates);
   void (*sigmoid)(float* x, int n);
   void (*softplus)(float* x, int n);
-  void (*spread_block)(const ChunkChannels& channels, int first);  // all but the dots
+  void (*spread_block)(const ChunkChannels& channels, int first);   // all but the dots
   void (*meet_in_block)(const ChunkChannels& channels, int first);  // the dots
   void (*weigh)(const ChunkWeights& weights);
   void (*solve)(const ChunkSolve& solve);

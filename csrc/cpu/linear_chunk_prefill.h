@@ -52,13 +52,10 @@ inline ChunkScratch& chunk_scratch_of_thread() {
 
 class ChunkPrefill {
  public:
-  static bool takes(const LinearStep& p) {
-    return p.key_dim % kKeyMultiple == 0 && p.value_dim % kPanel == 0;
-  }
+  static bool takes(const LinearStep& p) { return p.key_dim % kKeyMultiple == 0 && p.value_dim % kPanel == 0; }
 
   ChunkPrefill(const LinearPrefill& p, bool delta, const TileOps& ops, const ChunkKernels& kernels)
-      : p_(p.step), delta_(delta), ops_(ops), kernels_(kernels), s_(chunk_scratch_of_thread()) {
-  }
+      : p_(p.step), delta_(delta), ops_(ops), kernels_(kernels), s_(chunk_scratch_of_thread()) {}
 
   const TileOps& ops() const { return ops_; }
 

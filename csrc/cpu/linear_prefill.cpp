@@ -77,7 +77,8 @@ class HeadPrefill {
     }
     for (int64_t t = first; t < last;) {
       const int count = piece(request, t, first, last);
-      const bool whole = count >= kFewestInChunk, kept = p_.checkpoint(request, p_.prefix(request) + t + count - first) >= 0;
+      const bool whole = count >= kFewestInChunk,
+                 kept = p_.checkpoint(request, p_.prefix(request) + t + count - first) >= 0;
       const int more = t + count < last ? piece(request, t + count, first, last) : 0;
       if (whole) chunks_->begin_chunk(head / p_.step.heads_per_group, t, count, more);
       for (int i = 0; i < heads; ++i) {
@@ -162,7 +163,8 @@ void linear_prefill_heads(const LinearPrefill& p, bool delta, int64_t begin, int
   const LinearStep& step = p.step;
   for (int64_t i = begin; i < end;) {
     const int64_t request = i / step.num_heads;
-    const int head = static_cast<int>(i % step.num_heads), in_group = step.heads_per_group - head % step.heads_per_group;
+    const int head = static_cast<int>(i % step.num_heads),
+              in_group = step.heads_per_group - head % step.heads_per_group;
     const int heads = static_cast<int>(std::min<int64_t>(end - i, std::min(in_group, kHeadsAtOnce)));
     i += heads;
     if (request < step.batch_size) {
