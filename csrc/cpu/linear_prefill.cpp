@@ -12,7 +12,7 @@ namespace {
 constexpr int kTokens = 8, kRows = 16;
 
 // Fewer tokens up to a multiple of kChunk are taken one by one.
-constexpr int kFewestInChunk = 16;
+constexpr int kFewestInChunk = 12;
 
 // Heads of one request.
 class HeadPrefill {
