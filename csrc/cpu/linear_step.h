@@ -31,8 +31,8 @@ void avx512_step_rows(const HeadStep& head);
 void linear_step_heads(const LinearStep& p, bool delta, int64_t begin, int64_t end);
 
 // Heads [begin, end) of (batch_size + 1) * num_heads: the last "request" is the tokens of none, whose output is 0.
-// Token by token, in float32: as few operations as in chunks where no matrix unit helps, and no exponent but the
-// decay's.
+// Chunks by the tiles' products (linear_chunk_prefill.h). Few tokens before a chunk's end, extents that no tile has,
+// and processors without tiles: token by token, in float32.
 void linear_prefill_heads(const LinearPrefill& p, bool delta, int64_t begin, int64_t end);
 
 // Heads [begin, end) of batch_size * num_heads. Each writes its part of the rings.

@@ -87,7 +87,8 @@ struct TileOps {
 
   // Key rows into panels [n / kPanel][k_padded][kPanel] (pairs of k interleaved in bf16), value rows into panels
   // [d_padded / kPanel][n][kPanel] (pairs of n interleaved). n: a multiple of kKeyMultiple; null rows are zeros, and
-  // so are the paddings k..k_padded and d..d_padded, of which d_padded is a multiple of kPanel.
+  // so are the paddings k..k_padded and d..d_padded, of which d_padded is a multiple of kPanel. Rows are of an input's
+  // dtype that the table serves, float8_e4m3fn or float32.
   void (*pack_keys)(void* dst, const void* const* rows, int n, int k, int k_padded, DType dtype);
   void (*pack_values)(void* dst, const void* const* rows, int n, int d, int d_padded, DType dtype);
 

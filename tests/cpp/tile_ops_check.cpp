@@ -76,6 +76,9 @@ void check_products(const TileOps& ops, DType dtype, DType kv_dtype, int m, int 
   const int padded = static_cast<int>(round_up_to(d, ops.k_multiple)), wide = static_cast<int>(round_up_to(d, kPanel));
   const int rows_padded = static_cast<int>(round_up_to(m, kRowMultiple));
   Rows q(dtype, m, d), kv(kv_dtype, n, d);
+  if (ops.element_size == 2 && kv_dtype == DType::kFloat32) {
+    for (float& x : kv.values) x = to_float(from_float<BFloat16>(x));
+  }
   kv.drop(n / 2, d);
   Buffer a(static_cast<size_t>(rows_padded) * padded * ops.element_size);
   Buffer panels(static_cast<size_t>(n) * (padded + wide) * ops.element_size);
@@ -236,7 +239,8 @@ void check_transpose(const TileOps& ops) {
 }
 
 void check(const TileOps& ops, DType dtype) {
-  const std::vector<DType> kv_dtypes = {dtype, DType::kFloat8E4M3};
+  std::vector<DType> kv_dtypes = {dtype, DType::kFloat8E4M3};
+  if (ops.element_size == 2) kv_dtypes.push_back(DType::kFloat32);
   for (const DType kv_dtype : kv_dtypes) {
     for (const int m : {1, 5, 16, 23, 48}) {
       for (const int n : {32, 96}) {

@@ -17,11 +17,16 @@ constexpr int kPair = 2;
 // Elements [at, at + 32) of a row in bf16; those from `count` on, a multiple of 8, are zeros. e4m3 is exact in bf16.
 template <DType kType>
 inline __m512i load_32_bf16(const void* row, int64_t at, int64_t count) {
+  if constexpr (kType == DType::kFloat32) {
+    const Vec::F low = Vec::load_as<kType>(row, at, count);
+    const bool has_more = count > Vec::kWidth;
+    const Vec::F high = has_more ? Vec::load_as<kType>(row, at + Vec::kWidth, count - Vec::kWidth) : Vec::zero();
+    return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+  }
   const __mmask32 m = count >= 32 ? 0xFFFFFFFFu : (1u << count) - 1;
   if constexpr (kType == DType::kBFloat16) {
     return _mm512_maskz_loadu_epi16(m, static_cast<const uint16_t*>(row) + at);
-  } else {
-    static_assert(kType == DType::kFloat8E4M3);
+  } else if constexpr (kType == DType::kFloat8E4M3) {
     const __m256i bytes = _mm256_maskz_loadu_epi8(m, static_cast<const uint8_t*>(row) + at);
     const __m512i x = _mm512_cvtepu8_epi16(bytes);
     const __m512i magnitude = _mm512_and_si512(x, _mm512_set1_epi16(0x7F));
@@ -94,6 +99,7 @@ void pack_keys_from(uint16_t* dst, const void* const* rows, int n, int k, int k_
 
 void pack_keys_as_bf16(void* dst, const void* const* rows, int n, int k, int k_padded, DType dtype) {
   uint16_t* panels = static_cast<uint16_t*>(dst);
+  if (dtype == DType::kFloat32) pack_keys_from<DType::kFloat32>(panels, rows, n, k, k_padded);
   if (dtype == DType::kBFloat16) pack_keys_from<DType::kBFloat16>(panels, rows, n, k, k_padded);
   if (dtype == DType::kFloat8E4M3) pack_keys_from<DType::kFloat8E4M3>(panels, rows, n, k, k_padded);
 }
@@ -137,6 +143,7 @@ void pack_values_from(uint16_t* dst, const void* const* rows, int n, int d_value
 
 void pack_values_as_bf16(void* dst, const void* const* rows, int n, int d, int d_padded, DType dtype) {
   uint16_t* panels = static_cast<uint16_t*>(dst);
+  if (dtype == DType::kFloat32) pack_values_from<DType::kFloat32>(panels, rows, n, d, d_padded);
   if (dtype == DType::kBFloat16) pack_values_from<DType::kBFloat16>(panels, rows, n, d, d_padded);
   if (dtype == DType::kFloat8E4M3) pack_values_from<DType::kFloat8E4M3>(panels, rows, n, d, d_padded);
 }

@@ -47,7 +47,8 @@ void store_row_as(void* row, const float* acc, float factor, int n) {
   }
 }
 
-void store_rows(void* const* rows, const float* acc, int64_t ld, const float* factors, int m, int n, DType dtype) {
+inline void store_rows(void* const* rows, const float* acc, int64_t ld, const float* factors, int m, int n,
+                       DType dtype) {
   for (int r = 0; r < m; ++r) {
     const float* row = acc + r * ld;
     if (dtype == DType::kFloat32) store_row_as<DType::kFloat32>(rows[r], row, factors[r], n);
@@ -56,7 +57,7 @@ void store_rows(void* const* rows, const float* acc, int64_t ld, const float* fa
   }
 }
 
-void transpose_floats(float* dst, int64_t ld_dst, const float* src, int64_t ld_src, int m, int n) {
+inline void transpose_floats(float* dst, int64_t ld_dst, const float* src, int64_t ld_src, int m, int n) {
   for (int i = 0; i < m; i += Vec::kWidth) {
     for (int j = 0; j < n; j += Vec::kWidth) {
       Vec::F cells[Vec::kWidth];
