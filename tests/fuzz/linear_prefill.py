@@ -92,7 +92,8 @@ def right_prompts(draw: Draw) -> None:
         after[slot] = S[0]
     compare("out", out.view, expected, OUT[io])
     untouched = [slot for slot in range(num_slots) if slot not in after]
-    bound = OUT[kept] if draw.device == "cpu" else max(OUT[kept], OUT[io])
+    chunks = 6e-3 if io == torch.bfloat16 else 0.0  # products of bf16
+    bound = max(OUT[kept], chunks if draw.device == "cpu" else OUT[io])
     for slot, state in after.items():
         compare(f"slot {slot}", states[slot], state, bound)
     if not torch.equal(states.cpu()[untouched], before[untouched]):
