@@ -142,7 +142,10 @@ SETS = {
     "racecheck fp4_kv": (["tests/fp4_kv"], ""),
     "synccheck fp4_kv": (["tests/fp4_kv"], ""),
     "initcheck fp4_kv": (["tests/fp4_kv"], ""),
-    "memcheck linear": (LINEAR, "not 4096 and not replays and not 65536 and not graphs and not cuda_graph and not on_gpu"),
+    "memcheck linear": (
+        LINEAR,
+        "not 4096 and not replays and not 65536 and not graphs and not cuda_graph and not on_gpu",
+    ),
     "racecheck linear": (LINEAR, "(equals_float64 or equal_float64 or copies) and (0 or 1) or is_one_launch"),
     "synccheck linear": (LINEAR, "equals_float64 or equal_float64 or is_one_launch"),
     "initcheck linear": (LINEAR, "(equals_float64 or equal_float64) and (0 or 1) or is_one_launch"),
