@@ -29,7 +29,7 @@ from .options import (
 from .oracle import Answer, Rules, attend, used_keys
 from .xqa import PAGE_SIZES, draw_dtypes, draw_heads, mode_of_pages
 
-DIMS = [32, 40, 48, 64, 64, 72, 80, 96, 128, 128, 192, 256, 320, 576]
+DIMS = [32, 40, 48, 64, 64, 72, 80, 96, 128, 128, 192, 192, 256, 320, 576]
 
 
 def _bounds(lengths: list[int], first: int = 0) -> list[int]:

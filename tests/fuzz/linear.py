@@ -63,7 +63,7 @@ def right_step(draw: Draw) -> None:
     keys, rows = draw.pick([1, 16, 64, 100, 128, 200, 256]), draw.pick([1, 16, 64, 100, 128, 256])
     batch = min(batch, max(2_000_000 // (heads * keys * rows), 1))
     num_slots = batch + draw.pick([1, 5])
-    delta = draw.chance(0.6)
+    delta = draw.chance(0.5)
     draw.note(delta=delta, io=io, states=kept, B=batch, G=groups, H=heads, K=keys, V=rows)
     before = draw.normal(num_slots, heads, rows, keys).to(kept)
     slots = draw_slots(draw, batch, num_slots)
@@ -134,7 +134,7 @@ def right_convolved_step(draw: Draw) -> None:
     """`delta_conv_decode`, against the two ops that it joins."""
     io, kept, width = draw.pick(FLOATS), draw.pick(FLOATS), draw.pick([2, 3, 4])
     batch, groups = draw.pick([0, 1, 3, 20]), draw.pick([1, 2, 3])
-    heads, keys, rows = groups * draw.pick([1, 2, 3]), draw.pick([1, 16, 64, 100]), draw.pick([1, 16, 50, 128])
+    heads, keys, rows = groups * draw.pick([1, 2, 3]), draw.pick([16, 64, 100, 128]), draw.pick([1, 16, 50, 128])
     channels, num_slots, silu = 2 * groups * keys + heads * rows, batch + 2, draw.chance(0.6)
     draw.note(io=io, states=kept, W=width, B=batch, G=groups, H=heads, K=keys, V=rows)
     shape = (batch, heads, keys) if draw.chance(0.4) else (batch, heads)

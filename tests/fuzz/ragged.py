@@ -32,12 +32,12 @@ def right(draw: Draw) -> None:
     set_isa(draw)
     on_cpu = draw.device == "cpu"
     heads, kv_heads = draw_heads(draw)
-    dim = draw.pick(DIMS["cpu"]) if on_cpu or draw.chance(0.3) else draw.pick(DIMS["cuda"])
+    dim = draw.pick(DIMS["cpu"]) if on_cpu or draw.chance(0.3) else draw.pick([64, 96, 128, 128, 192, 192, 256, 256])
     dtype, kv_dtype = draw_dtypes(draw)
     batch = draw.pick([1, 1, 2, 3, 4, 5, 7, 40])
     most = draw.pick([1, 1, 2, 3, 4, 5, 8, 9, 17, 33])
     if not on_cpu:  # what Hopper's kernels take
-        dtype = dtype if dtype != torch.float32 else torch.bfloat16
+        dtype = dtype if dtype != torch.float32 else torch.float16
         kv_dtype = FP8 if kv_dtype in FP8_KINDS else dtype
         dim = max(dim // 16 * 16, 16)
         most = max(min(most, (64 if dim <= 128 else 32) * kv_heads // heads), 1)

@@ -88,19 +88,22 @@ def draw_pools(draw: Draw, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[
 
 
 def draw_call(draw: Draw, *, heads: tuple[int, int] | None = None) -> Call:
-    num_heads, kv_heads = heads or draw_heads(draw)
+    many_bytes = heads is None and draw.chance(0.06)  # more works over e4m3 than clusters of CTAs take
+    num_heads, kv_heads = (8 * draw.pick([1, 2, 4]), 8) if many_bytes else heads or draw_heads(draw)
     dim = draw.pick(DIMS["cuda" if draw.device != "cpu" and draw.chance(0.8) else "cpu"])
     if draw.chance(0.06):
         dim = draw.number(1, 256)
     dtype, kv_dtype = draw_dtypes(draw)
+    if many_bytes:
+        dim, dtype, kv_dtype = draw.pick([128, 128, 96, 64]), draw.pick([torch.bfloat16, torch.float16]), FP8
     seqlen = draw.pick([1, 1, 1, 1, 2, 3, 4, 5, 8, 9, 17])
-    batch = draw.batch([1, 1, 2, 3, 4, 5, 7], seqlen * num_heads * dim)
+    batch = draw.batch([20, 40] if many_bytes else [1, 1, 2, 3, 4, 5, 7], seqlen * num_heads * dim)
     budget = (60_000 if draw.device == "cpu" else 1_000_000) * (4 if batch > 10 else 1)
     longest = max(min(budget // (kv_heads * dim * max(batch, 1)), 4000 if draw.device == "cpu" else 20_000), 8)
     if draw.chance(0.5):
         longest = min(longest, 200)
     lengths = draw.lengths(batch, longest)
-    page_size = draw.pick(PAGE_SIZES)
+    page_size = draw.pick([16, 32, 64, 64, 128] if many_bytes else PAGE_SIZES)
     draw.note(B=batch, S=seqlen, H=(num_heads, kv_heads), D=dim, page=page_size, dtypes=(dtype, kv_dtype))
     draw.note(lengths=lengths)
     rules = draw_rules(draw, [seqlen] * batch, lengths, num_heads, dim, widest=seqlen)
