@@ -1,8 +1,9 @@
 """vLLM's whole engine on a GPU: the time of a decode step with attnops, and with vLLM's own backends, in turns.
 
 Each side is a process that holds one engine with the same random weights and full decode graphs. A cell's prompts are
-computed once and stay in the prefix cache. Then the sides take turns, each the first in its own: each decodes some
-tokens of every request, and the median of its steps counts. A step is all of the engine: scheduler, builder, graph,
+computed once and stay in the prefix cache. Then the sides take many short turns, each the first in its own: each decodes
+some tokens of every request, and the median of its steps counts. A ratio is the median over the turns of that turn's
+ratio, since a host is slower at times. A step is all of the engine: scheduler, builder, graph,
 sampling. `host` is what the engine's thread computes of it, since vLLM sleeps while it waits for the GPU, and `build`
 the backend's part of that. All sides step on the same cores, the last `--cores` of the machine's, so that none has
 faster ones. With `--profile`, steps of some cells run again at the end: eight with times of kernels, twenty with times
@@ -37,7 +38,7 @@ CELLS = {
     "ragged 64": sorted(random.Random(0).randint(256, 8192) for _ in range(64)),
     "8 x 1024": [1024] * 8,
 }
-FIRST_TOKENS, TOKENS = 40, 104  # of a request: those that are compared, and those that are timed
+FIRST_TOKENS, TOKENS = 40, 40  # of a request: those that are compared, and those that are timed
 COMMON = {
     "vocab_size": 32000,
     "max_position_embeddings": CONTEXT,
@@ -65,13 +66,13 @@ MODELS = {
         "intermediate_size": 4096,
         "num_attention_heads": 16,
         "num_key_value_heads": 16,
-        "num_hidden_layers": 8,
+        "num_hidden_layers": 27,
         "q_lora_rank": 768,
         "kv_lora_rank": 512,
         "qk_nope_head_dim": 128,
         "qk_rope_head_dim": 64,
         "v_head_dim": 128,
-        "first_k_dense_replace": 8,
+        "first_k_dense_replace": 1000,  # none of the layers has experts
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
         "n_group": 1,
@@ -276,8 +277,8 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="gqa")
     parser.add_argument("--cells", nargs="*", default=list(CELLS), choices=list(CELLS))
     parser.add_argument("--sides", nargs="*", help="backends, attnops' first")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--layers", type=int, help="of the model, in place of its own")
+    parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=600, help="no further turn begins after that")
     parser.add_argument("--signal", type=Path, help="a file: sides are prepared, then nothing begins before it exists")
     parser.add_argument("--gigabytes", type=float, default=24, help="of a side's KV cache")
@@ -290,7 +291,9 @@ def main() -> None:
     if options.serve:
         serve(options.serve, options.folder, options.gigabytes, options.cores)
         return
-    kept, config = [], MODELS[options.model] | {"num_hidden_layers": options.layers}
+    kept, config = [], dict(MODELS[options.model])
+    if options.layers:
+        config["num_hidden_layers"] = options.layers
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config))
         given = (folder, options.gigabytes, options.cores)
@@ -310,6 +313,7 @@ def main() -> None:
         for cell in reversed(options.cells) if options.signal else options.cells:
             first = {side.name: side.decode(cell)["tokens"] for side in running}  # prompts, and warm-up
             steps: dict[str, list[float]] = {side.name: [] for side in running}
+            medians: dict[str, list[float]] = {side.name: [] for side in running}  # of each turn
             builds: dict[str, list[float]] = {side.name: [] for side in running}
             hosts: dict[str, list[float]] = {side.name: [] for side in running}
             for turn in range(options.turns):
@@ -319,6 +323,7 @@ def main() -> None:
                 for side in running[at:] + running[:at]:
                     made = side.decode(cell, TOKENS)
                     steps[side.name] += made["steps"]
+                    medians[side.name].append(statistics.median(made["steps"]))
                     builds[side.name] += made["builds"]
                     hosts[side.name] += made["hosts"]
             times = {name: statistics.median(values) for name, values in steps.items()}
@@ -327,9 +332,10 @@ def main() -> None:
                 share = equal_share(first[ours], first[name])
                 low, high, part = quartile(steps[name], 1), quartile(steps[name], 3), quartile(builds[name], 2)
                 host = quartile(hosts[name], 2)
+                ratios = [other / own for other, own in zip(medians[name], medians[ours], strict=True)]
                 print(
-                    f"{options.model} {cell:<12} {name:<16} {us:9.1f} us a step  {us / times[ours]:.3f}x"
-                    f"  equal {share:.2f}  quartiles {low:.0f} {high:.0f}  host {host:.0f}  build {part:.1f}"
+                    f"{options.model} {cell:<12} {name:<16} {us:9.1f} us a step  {statistics.median(ratios):.3f}x"
+                    f" ({min(ratios):.3f} to {max(ratios):.3f})  equal {share:.2f}  quartiles {low:.0f} {high:.0f}  host {host:.0f}  build {part:.1f}"
                     f"  ({len(steps[name])} steps)"
                 )
                 shape = {"step": cell, "model": options.model, "layers": config["num_hidden_layers"]}
