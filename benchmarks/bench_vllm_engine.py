@@ -1,9 +1,9 @@
 """vLLM's whole engine on a GPU: the time of a decode step with attnops, and with vLLM's own backends, in turns.
 
 Each side is a process that holds one engine with the same random weights and full decode graphs. A cell's prompts are
-computed once and stay in the prefix cache. Then the sides take many short turns, each the first in its own: each decodes
-some tokens of every request, and the median of its steps counts. A ratio is the median over the turns of that turn's
-ratio, since a host is slower at times. A step is all of the engine: scheduler, builder, graph,
+computed once and stay in the prefix cache. Then the sides take many short turns, each the first in its own: each
+decodes some tokens of every request, and the median of its steps counts. A ratio is the median over the turns of that
+turn's ratio, since a host is slower at times. A step is all of the engine: scheduler, builder, graph,
 sampling. `host` is what the engine's thread computes of it, since vLLM sleeps while it waits for the GPU, and `build`
 the backend's part of that. All sides step on the same cores, the last `--cores` of the machine's, so that none has
 faster ones. With `--profile`, steps of some cells run again at the end: eight with times of kernels, twenty with times
@@ -335,7 +335,8 @@ def main() -> None:
                 ratios = [other / own for other, own in zip(medians[name], medians[ours], strict=True)]
                 print(
                     f"{options.model} {cell:<12} {name:<16} {us:9.1f} us a step  {statistics.median(ratios):.3f}x"
-                    f" ({min(ratios):.3f} to {max(ratios):.3f})  equal {share:.2f}  quartiles {low:.0f} {high:.0f}  host {host:.0f}  build {part:.1f}"
+                    f" ({min(ratios):.3f} to {max(ratios):.3f})"
+                    f"  equal {share:.2f}  quartiles {low:.0f} {high:.0f}  host {host:.0f}  build {part:.1f}"
                     f"  ({len(steps[name])} steps)"
                 )
                 shape = {"step": cell, "model": options.model, "layers": config["num_hidden_layers"]}
