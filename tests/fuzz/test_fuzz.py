@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
 from . import cases
 from .cases import run_case
-from .draw import Draw
+from .draw import Draw, Failure
 from .expected import cannot_run_here
+from .judge import check_attention
 from .models import draw_world
 from .mutants import MUTANTS, callers_of, living
+from .oracle import Answer
 from .runner import Run
 
 SEED, CASES = 20, 1600
@@ -27,6 +31,18 @@ def test_a_fixed_seed():
     assert not run.failures, run.report()
     assert not run.never_hit(), run.report()
     assert run.counted >= CASES
+
+
+@pytest.mark.parametrize(
+    ("size", "off", "right"), [(3e-5, 0, True), (3e-5, 40, False), (3.0, 0, True), (3.0, 4, False)]
+)
+def test_outputs_below_half_precisions_normal_numbers(size, off, right):
+    """They are off by what fp16 has there, and no more."""
+    expected = size * torch.randn(51, 8, 192, generator=torch.Generator().manual_seed(1)).double() / 192**0.5
+    out = (expected * (1 + off / 1000)).half()
+    answer = Answer(expected, torch.zeros(51, 8).double(), expected.norm(dim=-1), torch.zeros(51, 8).double())
+    with contextlib.nullcontext() if right else pytest.raises(Failure, match="out differs"):
+        check_attention(Draw(1, 1), out, None, answer)
 
 
 def test_all_backends_of_a_world_verify_alike():
