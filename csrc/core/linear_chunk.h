@@ -67,8 +67,7 @@ struct ChunkScratch {
   ATTNOPS_HOST_DEVICE int bytes() const { return keys_at() + (channels ? 3 * panels * kPanelBytes : 0); }
 };
 
-// Prompts of few heads may be cut in segments of whole chunks, which run at the same time: device/sm90/linear_chunk_cuts.h.
-// No prompts of more heads together, no more segments of heads, and no shorter ones.
+// Limits of cuts (device/sm90/linear_chunk_cuts.h): heads of all prompts, segments of heads, and a segment's chunks.
 inline constexpr int kMostCutHeads = 64, kMostSegmentHeads = 192, kLeastSegmentChunks = 4;
 
 // How many segments `scratch` has room for.

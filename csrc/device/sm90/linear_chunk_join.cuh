@@ -106,8 +106,8 @@ __global__ void __launch_bounds__(kJoinThreads, 1)
   for (int segment = 1 + threadIdx.x / 32; segment < joined.count; segment += kJoinThreads / 32) {
     float decay = 1.f;
     for (int64_t c = segments.first_chunk(segment) + threadIdx.x % 32; c < segments.first_chunk(segment + 1); c += 32) {
-      const unsigned char* chunk = static_cast<const unsigned char*>(p.scratch) +
-                                   ((chunks.place + c) * step.num_heads + head) * kLayout.bytes();
+      const unsigned char* chunk =
+          static_cast<const unsigned char*>(p.scratch) + ((chunks.place + c) * step.num_heads + head) * kLayout.bytes();
       decay *= reinterpret_cast<const float*>(chunk + kLayout.factors_at())[3 * kChunk];
     }
 #pragma unroll

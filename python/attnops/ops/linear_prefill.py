@@ -88,7 +88,8 @@ def delta_prefill(
 ) -> Tensor:
     """Ragged requests through the gated delta rule: `delta_decode`, token by token, in one call.
 
-    A request's tokens count from its prefix. A prompt resumed at a multiple of 64 tokens gives the bits of the whole.
+    A request's tokens count from its prefix. A prompt resumed at a multiple of 64 tokens gives the bits of the whole,
+    unless prompts may be cut.
 
     Args:
         q, k: ``[T, H, K]``, one dtype (bf16, fp16, fp32), last dim dense.

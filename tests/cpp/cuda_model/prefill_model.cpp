@@ -103,8 +103,8 @@ void cut(const LinearPrefill& p) {
 template <int kKeys, bool kDelta, bool kChannels>
 void chunks(const LinearPrefill& p) {
   static int turn = 0;
-  const bool cuts = kKeys <= 128 && p.cut && segment_room(p.num_tokens, p.step.batch_size, p.step.num_heads) >
-                                                 p.step.batch_size;
+  const bool cuts =
+      kKeys <= 128 && p.cut && segment_room(p.num_tokens, p.step.batch_size, p.step.num_heads) > p.step.batch_size;
   if constexpr (kKeys <= 128 && !kChannels) {
     if (!cuts && std::getenv("ATTNOPS_CUDA_MODEL_RING") != nullptr && turn % 3 == 0) {
       ahead<kKeys, kDelta>(p);
