@@ -345,7 +345,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--peers", action="store_true", help="time SGLang and FLA as well")
     parser.add_argument("--flashinfer", action="store_true", help="with --peers: FlashInfer, compiled at first calls")
-    parser.add_argument("--only", default="", help="a group: decode, conv_decode, convolve, prefill, few, verify, first")
+    parser.add_argument(
+        "--only", default="", help="a group: decode, conv_decode, convolve, prefill, few, verify, first"
+    )
     parser.add_argument("--seed", type=int, help="cells that this seed draws, in place of the fixed ones")
     parser.add_argument("--cells", type=int, default=40, help="how many of them")
     parser.add_argument("--from", type=int, default=0, dest="skip", help="how many cells to skip")
