@@ -27,6 +27,7 @@ from linear_cells import (
     CONV_DRAFTS,
     CONVOLUTIONS,
     DECODES,
+    FEW_HEADS,
     GDN,
     PREFILLS,
     TREE,
@@ -44,6 +45,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from linear_reference import delta_gates, delta_step
 
 POOL = 3 * 2**30  # bytes of states
+FEW = 64  # heads of all prompts, up to which they may be cut
 EXACT = 2048  # tokens of the longest prompt of a delta rule that float64 takes, too
 
 
@@ -145,13 +147,16 @@ class Bench(Timing):
             given = {"states": states, "cu_seqlens": bounds, "prefix_lens": zeros, "out": torch.empty_like(v)}
             given |= {"state_indices": slots, "plan": ops.delta_plan(bounds)}
             if model.delta:
-                calls.append(partial(ops.delta_prefill, q, k, v, a, b, A_log=per_head, dt_bias=bias, **given))
+                call = partial(ops.delta_prefill, q, k, v, a, b, A_log=per_head, dt_bias=bias, **given)
             else:
                 dt = None if model.constant else a
-                calls.append(partial(ops.ssd_prefill, v, dt, per_head - 1, k, q, dt_softplus=dt is not None, **given))
+                call = partial(ops.ssd_prefill, v, dt, per_head - 1, k, q, dt_softplus=dt is not None, **given)
+            calls.append(partial(call, cut_prompts=True))  # as the backends do
             exact, turn = None, {}
+            if self.device == "cuda" and batch * model.heads <= FEW:
+                turn["attnops, whole prompts"] = call
             if self.device == "cpu" and model.delta and not model.channels:
-                turn = torch_chunk(q, k, v, a, b, per_head, bias, batch)
+                turn |= torch_chunk(q, k, v, a, b, per_head, bias, batch)
             if model.delta and max(lengths) <= EXACT:
                 exact = partial(_exact_prompts, (q, k, v, a, b), per_head, bias, states.shape, lengths)
             checks.append(Check(given["out"], [states], slots, exact=exact))
@@ -228,6 +233,9 @@ class Bench(Timing):
                 self.tried(self.decode, *cell)
         if only in ("", "prefill"):
             for prompts in PREFILLS:
+                self.tried(self.prefill, *prompts)
+        if only in ("", "prefill", "few"):
+            for prompts in FEW_HEADS:
                 self.tried(self.prefill, *prompts)
         if only in ("", "verify"):
             for drafts in VERIFIES:
@@ -337,7 +345,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--peers", action="store_true", help="time SGLang and FLA as well")
     parser.add_argument("--flashinfer", action="store_true", help="with --peers: FlashInfer, compiled at first calls")
-    parser.add_argument("--only", default="", help="a group: decode, conv_decode, convolve, prefill, verify, first")
+    parser.add_argument(
+        "--only", default="", help="a group: decode, conv_decode, convolve, prefill, few, verify, first"
+    )
     parser.add_argument("--seed", type=int, help="cells that this seed draws, in place of the fixed ones")
     parser.add_argument("--cells", type=int, default=40, help="how many of them")
     parser.add_argument("--from", type=int, default=0, dest="skip", help="how many cells to skip")

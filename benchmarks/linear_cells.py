@@ -51,6 +51,11 @@ PREFILLS = [
     (MAMBA2, [1024] * 16, 175),
     (LIGHTNING, [8192], 124),
 ]
+# A rank's heads, where they are too few for a GPU: prompts are cut.
+GDN_FEW = [replace(GDN, name=f"GDN 16/32 / {ranks}", groups=16 // ranks, heads=32 // ranks) for ranks in (8, 4)]
+MAMBA2_FEW = replace(MAMBA2, name="Mamba2 128 x 64 x 128 / 4", groups=2, heads=32)
+FEW_HEADS = [(model, [tokens], tokens * model.heads / 4766) for model in GDN_FEW for tokens in (8192, 32768)]
+FEW_HEADS += [(MAMBA2_FEW, [1648], 4), (MAMBA2_FEW, [8192], 19)]
 TREE = [-1, 0, 0, 1, 1, 2, 2, 3]  # parents
 DECODES += [(MAMBA2, n, torch.float32) for n in (1, 64, 256)] + [(LIGHTNING, 64, torch.float32)]
 VERIFIES = [(1, 4, False), (64, 4, False), (64, 8, False), (64, 8, True)]  # requests, drafts, whether a tree

@@ -33,6 +33,20 @@ struct RequestChunks {
   }
 };
 
+// Where a segment's results may go, of at most `most` chunks: more than there are segments, as of chunks.
+ATTNOPS_HOST_DEVICE inline int64_t segment_places(int64_t num_tokens, int64_t batch_size, int most) {
+  return chunk_places(num_tokens, batch_size) / most + batch_size;
+}
+
+// Segments of one request's chunks, as even as they can be.
+struct RequestSegments {
+  int64_t place, chunks, count;  // place: of the first segment
+
+  ATTNOPS_HOST_DEVICE RequestSegments(const RequestChunks& of, int64_t request, int most)
+      : place(of.place / most + request), chunks(of.count()), count(ceil_div(chunks, int64_t{most})) {}
+  ATTNOPS_HOST_DEVICE int64_t first_chunk(int64_t segment) const { return chunks * segment / count; }
+};
+
 inline constexpr int kPanelBytes = kChunk * 128;  // 64 rows of 64 16-bit elements
 // Floats of 64 tokens: for S k, S q, u; the chunk's decay (with gates per channel: of each in rows 0 to 3); beta.
 inline constexpr int kFactorRows = 5, kBetaRow = 4;
@@ -52,5 +66,19 @@ struct ChunkScratch {
   ATTNOPS_HOST_DEVICE int keys_at() const { return factors_at() + kFactorRows * kChunk * 4; }
   ATTNOPS_HOST_DEVICE int bytes() const { return keys_at() + (channels ? 3 * panels * kPanelBytes : 0); }
 };
+
+// Limits of cuts (device/sm90/linear_chunk_cuts.h): heads of all prompts, segments of heads, and a segment's chunks.
+inline constexpr int kMostCutHeads = 64, kMostSegmentHeads = 192, kLeastSegmentChunks = 4;
+
+// How many segments `scratch` has room for.
+ATTNOPS_HOST_DEVICE inline int64_t segment_room(int64_t num_tokens, int64_t batch_size, int64_t num_heads) {
+  if (batch_size * num_heads == 0 || batch_size * num_heads > kMostCutHeads) return 0;
+  return min_of(segment_places(num_tokens, batch_size, kLeastSegmentChunks), kMostSegmentHeads / num_heads);
+}
+
+// Bytes of segments' ends, behind those of chunks. keys: as many as a kernel has columns.
+ATTNOPS_HOST_DEVICE inline int64_t segment_bytes(int64_t room, int64_t num_heads, int value_dim, int keys, bool delta) {
+  return room * num_heads * (value_dim + (delta ? keys : 0)) * keys * 4;
+}
 
 }  // namespace attnops

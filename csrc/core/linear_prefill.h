@@ -18,6 +18,7 @@ struct LinearPrefill {
   const int32_t* plan;  // [batch_size]: requests in the order of their work, or null
   void* scratch;        // of the kernels that take whole chunks, or null
   int64_t scratch_bytes;
+  bool cut;  // whether a kernel may take parts of a prompt at the same time
 
   // First token of a request; bounds that fall or leave the tokens hold none.
   ATTNOPS_HOST_DEVICE int64_t first_token(int64_t request) const {

@@ -23,11 +23,11 @@ void delta_prefill_cuda(const Tensor& out, const Tensor& states, const Tensor& q
                         const Tensor& cu_seqlens, const Tensor& prefix_lens, const Tensor& state_indices,
                         const OptionalTensor& checkpoint_slots, const OptionalTensor& plan,
                         const OptionalTensor& scratch, double scale, double lower_bound, bool qk_l2norm,
-                        const OptionalTensor& report) {
+                        const OptionalTensor& report, bool cut_prompts) {
   const OptionalTensor elsewhere;
   const LinearPrefill p = checked_prefill(
       {out, states, q, k, v, a, b, a_log, dt_bias, state_indices, elsewhere, scale, lower_bound, qk_l2norm, report},
-      {cu_seqlens, prefix_lens, checkpoint_slots, plan, scratch});
+      {cu_seqlens, prefix_lens, checkpoint_slots, plan, scratch, cut_prompts});
   const OnDevice guard(q);
   if (p.num_tokens * p.step.num_heads != 0) select_prefill(p)(p, current_stream(q));
 }

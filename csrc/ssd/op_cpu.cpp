@@ -28,11 +28,11 @@ void ssd_prefill_cpu(const Tensor& out, const Tensor& states, const Tensor& x, c
                      const OptionalTensor& dt_bias, const OptionalTensor& z, const Tensor& cu_seqlens,
                      const Tensor& prefix_lens, const Tensor& state_indices, const OptionalTensor& checkpoint_slots,
                      const OptionalTensor& plan, const OptionalTensor& scratch, double scale, bool dt_softplus,
-                     const OptionalTensor& report) {
+                     const OptionalTensor& report, bool cut_prompts) {
   const OptionalTensor elsewhere;
   const LinearPrefill p = checked_prefill(
       {out, states, x, dt, a, b, c, d, dt_bias, z, state_indices, elsewhere, scale, dt_softplus, report},
-      {cu_seqlens, prefix_lens, checkpoint_slots, plan, scratch});
+      {cu_seqlens, prefix_lens, checkpoint_slots, plan, scratch, cut_prompts});
   attnops::cpu::linear_prefill("ssd_prefill", kReportSsdPrefill, p, false);
 }
 

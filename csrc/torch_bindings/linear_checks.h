@@ -95,6 +95,7 @@ inline const float* checked_per_head(const char* op, const char* name, const Opt
 struct PrefillArguments {
   const Tensor &cu_seqlens, &prefix_lens;
   const OptionalTensor &checkpoint_slots, &plan, &scratch;
+  bool cut;
 };
 
 // Room for the kernels that take whole chunks; the CPU's take none.
@@ -110,7 +111,9 @@ inline void add_scratch(const char* op, LinearPrefill& p, bool delta, const Opti
       .aligned(16);
   const int panels = p.step.key_dim <= 64 ? 1 : p.step.key_dim <= 128 ? 2 : 4;
   const ChunkScratch layout{.panels = panels, .delta = delta, .channels = p.step.gate_per_channel};
-  const int64_t needed = chunk_places(p.num_tokens, p.step.batch_size) * p.step.num_heads * layout.bytes();
+  const int64_t heads = p.step.num_heads, room = segment_room(p.num_tokens, p.step.batch_size, heads);
+  int64_t needed = chunk_places(p.num_tokens, p.step.batch_size) * heads * layout.bytes();
+  if (p.cut && panels <= 2) needed += segment_bytes(room, heads, p.step.value_dim, 64 * panels, delta);
   if (*bytes < needed) {
     fail(op, "scratch.shape[0] (bytes) must be at least " + std::to_string(needed) + ", got " + std::to_string(*bytes));
   }
@@ -138,6 +141,7 @@ inline LinearPrefill checked_prefill(const char* op, const LinearStep& step, boo
     p.stride_checkpoints = given.checkpoint_slots->stride(0);
   }
   if (given.plan) p.plan = checked_slots(op, "plan", *given.plan, other_name, other, batch);
+  p.cut = given.cut;
   add_scratch(op, p, delta, given.scratch, other_name, other);
   return p;
 }

@@ -235,12 +235,12 @@ STABLE_TORCH_LIBRARY(attnops, m) {
       "delta_prefill(Tensor(a!) out, Tensor(b!) states, Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, "
       "Tensor? A_log, Tensor? dt_bias, Tensor cu_seqlens, Tensor prefix_lens, Tensor state_indices, "
       "Tensor? checkpoint_slots, Tensor? plan, Tensor(c!)? scratch, float scale, float lower_bound=0.0, "
-      "bool qk_l2norm=True, Tensor(d!)? report=None) -> ()");
+      "bool qk_l2norm=True, Tensor(d!)? report=None, bool cut_prompts=False) -> ()");
   m.def(
       "ssd_prefill(Tensor(a!) out, Tensor(b!) states, Tensor x, Tensor? dt, Tensor A, Tensor B, Tensor C, Tensor? D, "
       "Tensor? dt_bias, Tensor? z, Tensor cu_seqlens, Tensor prefix_lens, Tensor state_indices, "
       "Tensor? checkpoint_slots, Tensor? plan, Tensor(c!)? scratch, float scale=1.0, bool dt_softplus=False, "
-      "Tensor(d!)? report=None) -> ()");
+      "Tensor(d!)? report=None, bool cut_prompts=False) -> ()");
   m.def(
       "delta_verify(Tensor(a!) out, Tensor(b!) ring_u, Tensor(c!) ring_k, Tensor(d!) ring_decay, Tensor states, "
       "Tensor ring_len, Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor? A_log, Tensor? dt_bias, "

@@ -53,10 +53,12 @@ def modelled(model, monkeypatch):
     monkeypatch.setattr(torch.ops, "attnops", Namespace(), raising=False)
     monkeypatch.setattr(ops, "ssd_commit", ops.delta_commit)
 
-    def scratch(v, slots, key_dim, delta, channels):
+    def scratch(v, slots, key_dim, delta, channels, cut):
         if v.dtype != torch.bfloat16:
             return None
-        size = linear_prefill._scratch_size(v.shape[0], slots.shape[0], v.shape[1], key_dim, delta, channels)
+        size = linear_prefill._scratch_size(
+            v.shape[0], slots.shape[0], v.shape[1], key_dim, delta, channels, v.shape[2] * cut
+        )
         return torch.full((size,), 255, dtype=torch.uint8)  # NaN, whatever is read of it
 
     monkeypatch.setattr(linear_prefill, "_scratch", scratch)
@@ -75,6 +77,30 @@ def test_prefill_equals_float64(seed, kind):
             assert torch.equal(states[slot], case.before[slot])
         else:
             bound = max(test_prefill.STATE[case.kept_as], test_prefill.STATE[case.io])
+            assert test_prefill.relative(states[slot], after[slot]) < bound
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda", "ssd", "lightning"])
+@pytest.mark.parametrize("seed", range(8))
+def test_cut_prompts_equal_float64(seed, kind):
+    """Segments of four chunks and more, with checkpoints inside them, requests of one segment and of none."""
+    r = random.Random(seed)
+    lengths = r.choice([[1100], [0, 700, 1, 520], [300, 64, 0, 0, 1000], [512, 512]])
+    dims = r.choice([(128, 128), (64, 64), (128, 64), (72, 24), (64, 200)])
+    case = test_prefill.Case(seed, "cpu", kind, torch.bfloat16, lengths, dims).remember()
+    whole, after_whole = case.run()
+    case.cut = True
+    out, states = case.run()
+    if max(lengths) >= 1000 and case.kept_as == torch.float32:  # in three segments
+        assert not torch.equal(out, whole) or not torch.equal(states, after_whole)
+    expected, after = case.expected()
+    assert out.isfinite().all() and states.isfinite().all()
+    assert test_prefill.relative(out, expected) < test_prefill.OUT[case.io]
+    bound = max(test_prefill.STATE[case.kept_as], test_prefill.STATE[case.io])
+    for slot in range(len(after)):
+        if torch.equal(after[slot], case.before[slot].double()):
+            assert torch.equal(states[slot], case.before[slot])
+        else:
             assert test_prefill.relative(states[slot], after[slot]) < bound
 
 

@@ -3,6 +3,7 @@
 #include "device/sm80/linear_chunk_channels.cuh"
 #include "device/sm80/linear_chunk_local.cuh"
 #include "device/sm90/linear_chunk_ahead.cuh"
+#include "device/sm90/linear_chunk_join.cuh"
 #include "device/sm90/linear_chunk_multiply.cuh"
 #include "device/sm90/linear_chunk_ring.cuh"
 
@@ -17,13 +18,27 @@ inline constexpr int kChunkSharedBytes = static_cast<int>(
 // have so many chunks.
 inline constexpr int kAheadSms = 5, kAheadChunks = 6;
 
+// Behind the kernel that makes chunks: the ends of segments, the request's own ones, and all segments at once.
+template <int kKeys, bool kDelta, bool kChannels>
+void launch_chunk_parts(const char* what, const LinearPrefill& p, int most, cudaStream_t stream) {
+  constexpr ChunkScratch kLayout{.panels = kKeys / 64, .delta = kDelta, .channels = kChannels};
+  const ChunkCuts cuts = place_cuts(p, most, kKeys, kLayout);
+  launch_chunk_cut<ChunkRing<kKeys, kDelta, kChannels, 1, Part::kEnds>>(what, p, cuts, stream);
+  launch_chunk_join<kKeys, kDelta>(what, p, cuts, stream);
+  launch_chunk_cut<ChunkRing<kKeys, kDelta, kChannels, 1, Part::kCut>>(what, p, cuts, stream);
+}
+
 // Two warpgroups of states, 64 rows of values each, share the loads of a head. They save 4 % where works of 64 rows are
 // more than SMs, and take half as long again where they are few.
 template <int kKeys, bool kDelta, bool kChannels>
 void launch_linear_chunks(const char* what, const LinearPrefill& p, cudaStream_t stream) {
-  const int sms = device_sms(what);
+  const int sms = device_sms(what), most = choose_cut(p, kKeys, kDelta, sms);
   if constexpr (kChannels) {
     launch_chunk_channels<kKeys>(what, p, stream);
+    if (most > 0) return launch_chunk_parts<kKeys, kDelta, kChannels>(what, p, most, stream);
+  } else if (most > 0) {
+    launch_chunk_local<kKeys, kDelta, MeetGroup>(what, p, stream);
+    return launch_chunk_parts<kKeys, kDelta, kChannels>(what, p, most, stream);
   } else {
     const int64_t works = int64_t{p.step.batch_size} * p.step.num_heads * ceil_div(p.step.value_dim, 64);
     if constexpr (kDelta) {  // others have less to prepare, and the pass loses more by waiting for marks

@@ -23,11 +23,14 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
   using Stage = typename Shared::Stage;
   using Turn = typename Shared::Turn;
   using Bf16 = __nv_bfloat16;
+  using Note = typename Shared::Note;
+  static constexpr Part kPart = Shared::kPart;
+  static constexpr bool kOutputs = kPart != Part::kEnds;
   static constexpr int kGroupThreads = 128;
-  static constexpr int kThreads = (kGroups + 2) * kGroupThreads, kMeeting = (kGroups + 1) * kGroupThreads;
+  static constexpr int kMeeting = (kGroups + (kOutputs ? 1 : 0)) * kGroupThreads, kThreads = kMeeting + kGroupThreads;
 
-  __device__ ChunkConsumers(const LinearPrefill& prefill, Shared& shared)
-      : Base(prefill, reinterpret_cast<typename Base::Shared&>(shared)), ring_(shared) {}
+  __device__ ChunkConsumers(const LinearPrefill& prefill, Shared& shared, const ChunkCuts* cuts = nullptr)
+      : Base(prefill, reinterpret_cast<typename Base::Shared&>(shared)), ring_(shared), cuts_(cuts) {}
 
  protected:
   enum Barrier { kStateThere = 1, kStateFree, kUpdatesThere, kUpdatesFree };
@@ -36,7 +39,7 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
     const LinearStep& p = this->p_;
     for (Turn turn;; turn.next()) {
       Stage& stage = ring_.stages[turn.stage];
-      const ChunkNote& note = ring_.notes[turn.stage];
+      const Note& note = ring_.notes[turn.stage];
       uint32_t state[kKeys / 16][4], a[4][4], decayed[4][4];
       float u[32];
       mbarrier_wait(ring_.full(turn), turn.phase);
@@ -55,11 +58,13 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
         }
         wgmma_commit();
       }
-      named_barrier_sync(kStateFree, kMeeting);  // no branch: products are in flight
+      if constexpr (kOutputs) {
+        named_barrier_sync(kStateFree, kMeeting);  // no branch: products are in flight
 #pragma unroll
-      for (int i = 0; i < kKeys / 16; ++i) put(state[i], ring_.state[group] + i / 4 * kPanelBytes, i % 4);
-      fence_async_proxy();
-      named_barrier_arrive(kStateThere, kMeeting);
+        for (int i = 0; i < kKeys / 16; ++i) put(state[i], ring_.state[group] + i / 4 * kPanelBytes, i % 4);
+        fence_async_proxy();
+        named_barrier_arrive(kStateThere, kMeeting);
+      }
       this->decay_state(stage);
       if constexpr (kDelta) wgmma_wait<0>(u);
       this->take_values(stage, u);
@@ -88,12 +93,21 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
         }
       }
       wgmma_commit();
-      named_barrier_sync(kUpdatesFree, kMeeting);
+      if constexpr (kOutputs) {
+        named_barrier_sync(kUpdatesFree, kMeeting);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) put(a[j], ring_.updates(turn, group), j);
-      fence_async_proxy();
-      named_barrier_arrive(kUpdatesThere, kMeeting);
+        for (int j = 0; j < 4; ++j) put(a[j], ring_.updates(turn, group), j);
+        fence_async_proxy();
+        named_barrier_arrive(kUpdatesThere, kMeeting);
+      }
       wgmma_wait<0>(this->state_);
+      if constexpr (kPart == Part::kEnds) {
+        const int to = note.to;
+        const bool map = note.map;
+        mbarrier_arrive(ring_.empty(turn));
+        if (to >= 0) save_end(to, map);
+        continue;
+      }
       const int kept = note.kept, written = note.written;
       mbarrier_arrive(ring_.empty(turn));
 #pragma unroll 1
@@ -102,16 +116,58 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
         if (slot >= 0) this->save(slot);
       }
     }
-    named_barrier_sync(kStateFree, kMeeting);  // what the outputs have told last
-    named_barrier_sync(kUpdatesFree, kMeeting);
+    if constexpr (kOutputs) {
+      named_barrier_sync(kStateFree, kMeeting);  // what the outputs have told last
+      named_barrier_sync(kUpdatesFree, kMeeting);
+    }
   }
 
-  __device__ void begin_work(const ChunkNote& note) {
+  __device__ void begin_work(const Note& note) {
     const int start = note.start;
     this->head_ = note.head, this->first_row_ = note.first_row;
 #pragma unroll
     for (int i = 0; i < kKeys / 2; ++i) this->state_[i] = 0.f;
     if (start >= 0) this->restore(start);
+    if constexpr (kPart == Part::kCut) {
+      const int from = note.from;
+      if (from >= 0) {
+        each_end(from, false, [](float* at, float& low, float& high) {
+          const auto pair = load_vec<Vec<float, 2>>(at);
+          low = pair.data[0], high = pair.data[1];
+        });
+      }
+    } else if constexpr (kPart == Part::kEnds) {
+      if (note.copy >= 0) save_end(note.copy, false);
+      if (note.map) set_identity();
+    }
+  }
+
+  __device__ void set_identity() {
+    const int row = this->first_row_ + 16 * this->warp_ + this->g_;
+#pragma unroll
+    for (int i = 0; i < kKeys / 2; ++i) {
+      if (8 * (i / 4) + 2 * this->t_ + i % 2 == row + i % 4 / 2 * 8) this->state_[i] = 1.f;
+    }
+  }
+
+  __device__ void save_end(int place, bool map) {
+    each_end(place, map, [](float* at, float low, float high) { store_vec(at, Vec<float, 2>{{low, high}}); });
+  }
+
+  // body(address of two neighbours of a segment's end, the two).
+  template <typename Body>
+  __device__ void each_end(int place, bool map, Body&& body) {
+    const int row = this->first_row_ + 16 * this->warp_ + this->g_, rows = map ? kKeys : this->p_.value_dim;
+    float* base = (map ? cuts_->maps : cuts_->ends) + (int64_t{place} * rows + row) * kKeys + 2 * this->t_;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (row + 8 * half >= rows) break;
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n) {
+        const int at = 4 * n + 2 * half;
+        body(base + 8 * half * kKeys + 8 * n, this->state_[at], this->state_[at + 1]);
+      }
+    }
   }
 
   // A warp's 16 rows and 16 columns of a panel.
@@ -129,7 +185,7 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
       Stage& stage = ring_.stages[turn.stage];
       float o[kGroups][32];
       mbarrier_wait(ring_.full(turn), turn.phase);
-      const std::conditional_t<Shared::kMakes, const ChunkNote&, ChunkNote> note = ring_.notes[turn.stage];
+      const std::conditional_t<Shared::kMakes, const Note&, Note> note = ring_.notes[turn.stage];
       if (note.size == 0) break;
       ring_.wait_for_rows(turn);
       fence_async_proxy();
@@ -274,6 +330,7 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
   }
 
   Shared& ring_;
+  const ChunkCuts* cuts_;
 };
 
 }  // namespace attnops::sm90

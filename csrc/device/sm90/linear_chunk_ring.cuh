@@ -8,10 +8,12 @@
 // stored.
 namespace attnops::sm90 {
 
-template <int kKeys_, bool kDelta_, bool kChannels_, int kGroups_>
+template <int kKeys_, bool kDelta_, bool kChannels_, int kGroups_, Part kPart_ = Part::kWhole>
 struct RingShared {
   static constexpr int kKeys = kKeys_, kGroups = kGroups_;
   static constexpr bool kDelta = kDelta_, kChannels = kChannels_, kMakes = false;
+  static constexpr Part kPart = kPart_;
+  using Note = std::conditional_t<kPart == Part::kWhole, ChunkNote, SegmentNote>;
   using Stage = typename PassShared<kKeys, kDelta, kChannels, 4 * kGroups>::Stage;
   static constexpr int kCopyBytes = kGroups * (kKeys / 64 + 2) * kPanelBytes;
   static constexpr int kStages = 3 * sizeof(Stage) + kCopyBytes <= 226 << 10 ? 3 : 2;
@@ -29,7 +31,7 @@ struct RingShared {
   alignas(1024) unsigned char state[kGroups][kKeys / 64 * kPanelBytes];  // [values, keys], at the chunk's begin
   unsigned char u[kGroups][kPanelBytes];                                 // [values, tokens]
   unsigned char o[kGroups][kPanelBytes];                                 // [tokens, values]
-  ChunkNote notes[kStages];
+  Note notes[kStages];
   alignas(8) uint64_t full_[kStages], empty_[kStages];
 
   __device__ uint32_t full(const Turn& turn) { return smem_address(&full_[turn.stage]); }
@@ -44,17 +46,50 @@ struct RingShared {
   __device__ unsigned char* out(const Turn&, int group) { return o[group]; }
 };
 
+// Without outputs: two CTAs an SM. No queries, and no copies of states.
+template <int kKeys_, bool kDelta_, bool kChannels_>
+struct RingShared<kKeys_, kDelta_, kChannels_, 1, Part::kEnds> {
+  static constexpr int kKeys = kKeys_, kGroups = 1;
+  static constexpr bool kDelta = kDelta_, kChannels = kChannels_, kMakes = false;
+  static constexpr Part kPart = Part::kEnds;
+  using Note = SegmentNote;
+  using Turn = typename RingShared<kKeys_, kDelta_, kChannels_, 1>::Turn;
+  struct Stage {
+    alignas(1024) unsigned char k[kKeys / 64 * kPanelBytes];
+    unsigned char k_end[kChannels ? kKeys / 64 * kPanelBytes : 1024];
+    unsigned char t[kDelta ? kPanelBytes : 1024];
+    unsigned char v[kPanelBytes];
+    float factors[kFactorRows][kChunk];
+  };
+  static constexpr int kStages = 3 * sizeof(Stage) + 1024 <= 112 << 10 ? 3 : 2;
+
+  Stage stages[kStages];
+  Note notes[kStages];
+  alignas(8) uint64_t full_[kStages], empty_[kStages];
+
+  __device__ uint32_t full(const Turn& turn) { return smem_address(&full_[turn.stage]); }
+  __device__ uint32_t empty(const Turn& turn) { return smem_address(&empty_[turn.stage]); }
+  __device__ void wait_for_rows(const Turn&) const {}
+  __device__ unsigned char* keys(const Turn& turn) { return stages[turn.stage].k; }
+  __device__ unsigned char* last_keys(const Turn& turn) {
+    return kChannels ? stages[turn.stage].k_end : stages[turn.stage].k;
+  }
+};
+
 // kGroups: of warpgroups that go from state to state, 64 rows of values each.
-template <int kKeys_, bool kDelta_, bool kChannels_, int kGroups_>
-class ChunkRing : public ChunkConsumers<RingShared<kKeys_, kDelta_, kChannels_, kGroups_>> {
+template <int kKeys_, bool kDelta_, bool kChannels_, int kGroups_, Part kPart_ = Part::kWhole>
+class ChunkRing : public ChunkConsumers<RingShared<kKeys_, kDelta_, kChannels_, kGroups_, kPart_>> {
  public:
-  using Base = ChunkConsumers<RingShared<kKeys_, kDelta_, kChannels_, kGroups_>>;
+  using Base = ChunkConsumers<RingShared<kKeys_, kDelta_, kChannels_, kGroups_, kPart_>>;
   using Base::kChannels;
   using Base::kDelta;
   using Base::kGroups;
   using Base::kGroupThreads;
   using Base::kKeys;
   using Base::kMeeting;
+  using Base::kOutputs;
+  using Base::kPart;
+  using typename Base::Note;
   using typename Base::Shared;
   using typename Base::Stage;
   using typename Base::Turn;
@@ -63,6 +98,8 @@ class ChunkRing : public ChunkConsumers<RingShared<kKeys_, kDelta_, kChannels_, 
   // marked: whether chunks are made while this runs.
   __device__ ChunkRing(const LinearPrefill& prefill, const RingMaps& maps, Shared& shared, bool marked)
       : Base(prefill, shared), maps_(maps), marked_(marked) {}
+  __device__ ChunkRing(const LinearPrefill& prefill, const RingMaps& maps, Shared& shared, const ChunkCuts& cuts)
+      : Base(prefill, shared, &cuts), maps_(maps), marked_(false) {}
 
   // works: of requests, heads and row_blocks blocks of rows; a CTA takes every gridDim.x-th.
   __device__ void run(int works, int row_blocks) {
@@ -73,7 +110,15 @@ class ChunkRing : public ChunkConsumers<RingShared<kKeys_, kDelta_, kChannels_, 
     }
     __syncthreads();
     const int group = threadIdx.x / kGroupThreads;
-    if (group < kGroups) {
+    if constexpr (!kOutputs) {
+      if (group == 0) {
+        registers_increase<192>();
+        this->run_states(0);
+      } else {
+        registers_decrease<64>();
+        run_loads(works, row_blocks);
+      }
+    } else if (group < kGroups) {
       registers_increase<kGroups == 1 ? 216 : 176>();
       this->run_states(group);
     } else if (group == kGroups) {
@@ -86,18 +131,28 @@ class ChunkRing : public ChunkConsumers<RingShared<kKeys_, kDelta_, kChannels_, 
   }
 
  private:
+  __device__ auto walk_of(int works, int row_blocks) const {
+    if constexpr (kPart == Part::kWhole) {
+      return ChunkWalk<kDelta, Base::kRows>(this->prefill_, works, row_blocks);
+    } else {
+      return SegmentWalk<kDelta, Base::kRows, kKeys, !kOutputs>(this->prefill_, *this->cuts_, works, row_blocks);
+    }
+  }
+
   __device__ void run_loads(int works, int row_blocks) {
-    ChunkWalk<kDelta, Base::kRows> walk(this->prefill_, works, row_blocks);
-    ChunkNote note;
+    auto walk = walk_of(works, row_blocks);
+    Note note;
     Turn turn;
     int64_t loaded = 0, made = 0;  // chunks; how many of them have no mark to wait for
     for (bool marks = marked_; walk.next(note); ++loaded, turn.next()) {
       if (note.first) made = loaded, marks = marked_ && marks;
       if (loaded >= kStages) mbarrier_wait(this->ring_.empty(turn), turn.phase ^ 1);
-      if (marks && loaded == made && threadIdx.x % kGroupThreads < 32) {
-        const int more = wait_for_marks(walk.place(), note.head, walk.left() + 1);
-        marks = more != 0;
-        made += more;
+      if constexpr (kPart == Part::kWhole) {
+        if (marks && loaded == made && threadIdx.x % kGroupThreads < 32) {
+          const int more = wait_for_marks(walk.place(), note.head, walk.left() + 1);
+          marks = more != 0;
+          made += more;
+        }
       }
       load(turn, note, walk.place());
     }
@@ -107,7 +162,7 @@ class ChunkRing : public ChunkConsumers<RingShared<kKeys_, kDelta_, kChannels_, 
       mbarrier_arrive(this->ring_.full(turn));
     }
     mbarrier_arrive(this->ring_.full(turn));
-    walk.clear_rest();
+    if constexpr (kOutputs) walk.clear_rest();
     wait_for_copies();
     if (marked_) wait_for_earlier_kernels();  // so that what comes behind this kernel comes behind those, too
   }
@@ -133,38 +188,55 @@ class ChunkRing : public ChunkConsumers<RingShared<kKeys_, kDelta_, kChannels_, 
   }
 
   // A whole chunk's rows come as boxes. Others by row: what lies behind them is another request's, and must be zeros.
-  __device__ void load(const Turn& turn, const ChunkNote& note, int64_t place) {
+  __device__ void load(const Turn& turn, const Note& note, int64_t place) {
     const LinearStep& p = this->p_;
     Stage& stage = this->ring_.stages[turn.stage];
-    const uint32_t full = this->ring_.full(turn), keys = smem_address(stage.k), queries = smem_address(stage.q),
-                   values = smem_address(stage.v);
+    const uint32_t full = this->ring_.full(turn), keys = smem_address(stage.k), values = smem_address(stage.v);
     const int group = note.head / p.heads_per_group;
     constexpr ChunkScratch kLayout{.panels = kKeys / 64, .delta = kDelta, .channels = kChannels};
-    constexpr int kProducts = (kDelta ? 2 : 1) * kPanelBytes, kFactors = kFactorRows * kChunk * 4;
-    constexpr int kKeyBytes = kChannels ? 3 * (kKeys / 64) * kPanelBytes : 0;
-    constexpr int kBoxBytes = ((kChannels ? 0 : 2 * (kKeys / 64)) + kGroups) * kPanelBytes;
+    constexpr int kPanels = kKeys / 64, kProducts = ((kDelta ? 1 : 0) + (kOutputs ? 1 : 0)) * kPanelBytes;
+    constexpr int kFactors = kFactorRows * kChunk * 4, kCopies = kOutputs ? 3 : 2;
+    constexpr int kKeyBytes = kChannels ? kCopies * kPanels * kPanelBytes : 0;
+    constexpr int kBoxBytes = ((kChannels ? 0 : (kCopies - 1) * kPanels) + kGroups) * kPanelBytes;
+    bool map = false;
+    if constexpr (!kOutputs) map = note.map;
     const bool boxes = maps_.there && note.size == kChunk;
     if (threadIdx.x % kGroupThreads == 0) {
       this->ring_.notes[turn.stage] = note;
       const unsigned char* scratch = static_cast<const unsigned char*>(this->prefill_.scratch) +
                                      (place * p.num_heads + note.head) * kLayout.bytes();
-      mbarrier_arrive_expect(full, kProducts + kFactors + kKeyBytes + (boxes ? kBoxBytes : 0));
-      if constexpr (kChannels) copy_bytes(keys, scratch + kLayout.keys_at(), kKeyBytes, full);
-      if (boxes) {
-        if constexpr (!kChannels) copy_boxes<kKeys / 64>(keys, maps_.k, full, 0, note, group);
-        copy_boxes<kGroups>(values, maps_.v, full, note.first_row, note, note.head);
-        if constexpr (!kChannels) copy_boxes<kKeys / 64>(queries, maps_.q, full, 0, note, group);
+      const int box_bytes = boxes ? kBoxBytes - (map ? kGroups * kPanelBytes : 0) : 0;
+      mbarrier_arrive_expect(full, kProducts + kFactors + kKeyBytes + box_bytes);
+      if constexpr (kChannels && kOutputs) copy_bytes(keys, scratch + kLayout.keys_at(), kKeyBytes, full);
+      if constexpr (kChannels && !kOutputs) {
+        copy_bytes(keys, scratch + kLayout.keys_at(), kKeyBytes / 2, full);
+        copy_bytes(smem_address(stage.k_end), scratch + kLayout.keys_at() + kKeyBytes, kKeyBytes / 2, full);
       }
-      copy_bytes(smem_address(kDelta ? stage.t : stage.p), scratch, kProducts, full);
+      if (boxes) {
+        if constexpr (!kChannels) copy_boxes<kPanels>(keys, maps_.k, full, 0, note, group);
+        if (!map) copy_boxes<kGroups>(values, maps_.v, full, note.first_row, note, note.head);
+        if constexpr (!kChannels && kOutputs) {
+          copy_boxes<kPanels>(smem_address(stage.q), maps_.q, full, 0, note, group);
+        }
+      }
+      if constexpr (kDelta) {
+        copy_bytes(smem_address(stage.t), scratch, kProducts, full);
+      } else if constexpr (kOutputs) {
+        copy_bytes(smem_address(stage.p), scratch, kProducts, full);
+      }
       copy_bytes(smem_address(stage.factors), scratch + kLayout.factors_at(), kFactors, full);
     }
-    if (boxes) return mbarrier_arrive(full);
+    if (boxes && !map) return mbarrier_arrive(full);
     if constexpr (!kChannels) {
-      copy_rows<kKeys / 64, kGroupThreads>(keys, p.k, group, note.begin, note.size, 0, p.key_dim);
-      copy_rows<kKeys / 64, kGroupThreads>(queries, p.q, group, note.begin, note.size, 0, p.key_dim);
+      if (!boxes) {
+        copy_rows<kPanels, kGroupThreads>(keys, p.k, group, note.begin, note.size, 0, p.key_dim);
+        if constexpr (kOutputs) {
+          copy_rows<kPanels, kGroupThreads>(smem_address(stage.q), p.q, group, note.begin, note.size, 0, p.key_dim);
+        }
+      }
     }
     const int columns = min_of(p.value_dim, note.first_row + Base::kRows);
-    copy_rows<kGroups, kGroupThreads>(values, p.v, note.head, note.begin, note.size, note.first_row, columns);
+    copy_rows<kGroups, kGroupThreads>(values, p.v, note.head, note.begin, map ? 0 : note.size, note.first_row, columns);
     arrive_after_copies(full);
   }
 
@@ -183,6 +255,16 @@ __global__ void __launch_bounds__(Ring::kThreads, 1)
 }
 
 template <class Ring>
+__global__ void __launch_bounds__(Ring::kThreads, Ring::kOutputs ? 1 : 2)
+    chunk_cut_kernel(const __grid_constant__ LinearPrefill p, const __grid_constant__ RingMaps maps,
+                     const __grid_constant__ ChunkCuts cuts, int works, int row_blocks) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
+  Ring(p, maps, *reinterpret_cast<typename Ring::Shared*>(memory), cuts).run(works, row_blocks);
+}
+
+template <class Ring>
 void launch_chunk_ring(const char* what, const LinearPrefill& p, int sms, bool marked, cudaStream_t stream) {
   const int row_blocks = ceil_div(p.step.value_dim, Ring::kRows);
   const int64_t works = int64_t{p.step.batch_size} * p.step.num_heads * row_blocks;
@@ -194,6 +276,23 @@ void launch_chunk_ring(const char* what, const LinearPrefill& p, int sms, bool m
                           .max_shared_bytes = kBytes};
   launch_dependent<&chunk_ring_kernel<Ring>>(what, shape, stream, p, make_ring_maps(p), static_cast<int>(works),
                                              row_blocks, marked);
+}
+
+// Works of a pass over segments: one a CTA, since some places have no segment.
+template <class Ring>
+int cut_works(const LinearPrefill& p, const ChunkCuts& cuts) {
+  const int blocks = ceil_div(p.step.value_dim, Ring::kRows) + (Ring::kDelta && !Ring::kOutputs ? Ring::kKeys / 64 : 0);
+  return static_cast<int>(segment_places(p.num_tokens, p.step.batch_size, cuts.most)) * p.step.num_heads * blocks;
+}
+
+template <class Ring>
+void launch_chunk_cut(const char* what, const LinearPrefill& p, const ChunkCuts& cuts, cudaStream_t stream) {
+  const int works = cut_works<Ring>(p, cuts);
+  constexpr int kBytes = static_cast<int>(sizeof(typename Ring::Shared));
+  const LaunchShape shape{
+      .blocks = works, .threads = Ring::kThreads, .shared_bytes = kBytes, .max_shared_bytes = kBytes};
+  launch_dependent<&chunk_cut_kernel<Ring>>(what, shape, stream, p, make_ring_maps(p), cuts, works,
+                                            ceil_div(p.step.value_dim, Ring::kRows));
 }
 
 }  // namespace attnops::sm90

@@ -22,7 +22,7 @@ class HybridLinearAttnBackend(AttentionBackend):
 
     Args:
         full: Serves `RadixAttention`.
-        linear: Serves `RadixLinearAttention`.
+        linear: Serves `RadixLinearAttention`. It is made deterministic where `full` is.
         layers: `layer_id` of the layers that attend.
 
     Raises:
@@ -44,6 +44,7 @@ class HybridLinearAttnBackend(AttentionBackend):
         if both:
             raise ValueError(f"attnops: layers {both} cannot be attention layers and linear ones")
         self.spec, self.limits, self.device = full.spec, full.limits, full.device
+        linear.deterministic = linear.deterministic or full.spec.deterministic
         self.full_attn_backend, self.linear_attn_backend = full, linear
         self.full_attn_layers = frozenset(layers)
 

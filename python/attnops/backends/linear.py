@@ -83,18 +83,24 @@ class LinearAttnBackend(ABC):
         pool: Rows and states of the requests.
         limits: The largest step to come.
         layers: `layer_id` of the linear layers, in the order of their states in the pool.
+        deterministic: A request's output has the same bits whatever else is in its batch, and wherever its prompt is
+            resumed at a multiple of 64 tokens. Else prompts of few heads may be cut. `HybridLinearAttnBackend` asks
+            for it where the spec of its other backend does.
     """
 
     name: ClassVar[str] = ""
     has_rates: ClassVar[bool] = False  # layers decay by -exp(A_log)
 
-    def __init__(self, pool: HybridReqToTokenPool, limits: Limits, layers: Sequence[int]) -> None:
+    def __init__(
+        self, pool: HybridReqToTokenPool, limits: Limits, layers: Sequence[int], deterministic: bool = False
+    ) -> None:
         states = pool.mamba_pool
         if len(set(layers)) != len(layers) or len(layers) != states.num_layers:
             raise ValueError(
                 f"attnops: layers must name the {states.num_layers} linear layers of MambaPool, got {list(layers)}"
             )
         self.pool, self.limits, self.device = pool, limits, device_of(states.device)
+        self.deterministic = deterministic
         self._places = {layer: place for place, layer in enumerate(layers)}
         size = limits.max_batch_size
         zeros = lambda extent, dtype: torch.zeros(extent, dtype=dtype, device=self.device)  # noqa: E731
@@ -345,6 +351,7 @@ class LinearAttnBackend(ABC):
         if step.query_start_loc is None:
             return given
         given |= {"cu_seqlens": step.query_start_loc, "prefix_lens": step.prefix_lens, "plan": step.plan}
+        given["cut_prompts"] = not self.deterministic
         return given if step.checkpoints is None else given | {"checkpoint_slots": step.checkpoints.cells}
 
     @abstractmethod

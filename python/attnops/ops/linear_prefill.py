@@ -9,30 +9,56 @@ from attnops.ops._arguments import names_its_arguments, register_fake
 
 _PANEL = 64 * 128  # bytes of 64 tokens by 64 columns
 _FACTORS = 5 * 64 * 4  # bytes of a chunk's factors: csrc/core/linear_chunk.h
+_MOST_CUT_HEADS, _MOST_SEGMENT_HEADS, _LEAST_SEGMENT_CHUNKS = 64, 192, 4  # the same file
 
 
-def _scratch_size(num_tokens: int, batch_size: int, num_heads: int, key_dim: int, delta: bool, channels: bool) -> int:
+def _scratch_size(
+    num_tokens: int, batch_size: int, num_heads: int, key_dim: int, delta: bool, channels: bool, cut_rows: int
+) -> int:
+    """Of whole chunks, and behind them the states at the ends of segments, of `cut_rows` rows; 0: none is cut."""
     panels = 1 if key_dim <= 64 else 2 if key_dim <= 128 else 4
     of_chunk = (2 if delta else 1) * _PANEL + _FACTORS + (3 * panels * _PANEL if channels else 0)
-    return (num_tokens // 64 + 2 * batch_size) * num_heads * of_chunk
+    chunks = num_tokens // 64 + 2 * batch_size
+    size = chunks * num_heads * of_chunk
+    if cut_rows and panels <= 2 and 0 < batch_size * num_heads <= _MOST_CUT_HEADS:
+        room, keys = min(chunks // _LEAST_SEGMENT_CHUNKS + batch_size, _MOST_SEGMENT_HEADS // num_heads), 64 * panels
+        size += room * num_heads * (cut_rows + (keys if delta else 0)) * keys * 4
+    return size
 
 
 def delta_prefill_scratch_size(
-    num_tokens: int, batch_size: int, num_v_heads: int, key_dim: int, *, gate_per_channel: bool = False
+    num_tokens: int,
+    batch_size: int,
+    num_v_heads: int,
+    key_dim: int,
+    *,
+    gate_per_channel: bool = False,
+    cut_prompts: bool = False,
+    value_dim: int = 256,
 ) -> int:
-    """Bytes that `delta_prefill` needs on CUDA for tokens of bf16."""
-    return _scratch_size(num_tokens, batch_size, num_v_heads, key_dim, True, gate_per_channel)
+    """Bytes that `delta_prefill` needs on CUDA for tokens of bf16; `value_dim` counts beside `cut_prompts` alone."""
+    cut_rows = value_dim if cut_prompts else 0
+    return _scratch_size(num_tokens, batch_size, num_v_heads, key_dim, True, gate_per_channel, cut_rows)
 
 
-def ssd_prefill_scratch_size(num_tokens: int, batch_size: int, num_heads: int, state_dim: int) -> int:
-    """Bytes that `ssd_prefill` needs on CUDA for tokens of bf16."""
-    return _scratch_size(num_tokens, batch_size, num_heads, state_dim, False, False)
+def ssd_prefill_scratch_size(
+    num_tokens: int,
+    batch_size: int,
+    num_heads: int,
+    state_dim: int,
+    *,
+    cut_prompts: bool = False,
+    head_dim: int = 256,
+) -> int:
+    """Bytes that `ssd_prefill` needs on CUDA for tokens of bf16; `head_dim` counts beside `cut_prompts` alone."""
+    return _scratch_size(num_tokens, batch_size, num_heads, state_dim, False, False, head_dim if cut_prompts else 0)
 
 
-def _scratch(v: Tensor, state_indices: Tensor, key_dim: int, delta: bool, channels: bool) -> Tensor | None:
+def _scratch(v: Tensor, state_indices: Tensor, key_dim: int, delta: bool, channels: bool, cut: bool) -> Tensor | None:
     if v.device.type != "cuda" or v.dtype != torch.bfloat16:
         return None
-    size = _scratch_size(v.shape[0], state_indices.shape[0], v.shape[1], key_dim, delta, channels)
+    cut_rows = v.shape[2] if cut else 0
+    size = _scratch_size(v.shape[0], state_indices.shape[0], v.shape[1], key_dim, delta, channels, cut_rows)
     return v.new_empty(size, dtype=torch.uint8)
 
 
@@ -58,10 +84,12 @@ def delta_prefill(
     qk_l2norm: bool = True,
     out: Tensor | None = None,
     report: Tensor | None = None,
+    cut_prompts: bool = False,
 ) -> Tensor:
     """Ragged requests through the gated delta rule: `delta_decode`, token by token, in one call.
 
-    A request's tokens count from its prefix. A prompt resumed at a multiple of 64 tokens gives the bits of the whole.
+    A request's tokens count from its prefix. A prompt resumed at a multiple of 64 tokens gives the bits of the whole,
+    unless prompts may be cut.
 
     Args:
         q, k: ``[T, H, K]``, one dtype (bf16, fp16, fp32), last dim dense.
@@ -81,6 +109,9 @@ def delta_prefill(
         A_log, dt_bias, scale, lower_bound, qk_l2norm: as in `delta_decode`.
         out: ``[T, HV, V]``; allocated when omitted.
         report: int32 ``[8]`` of the checked mode: slots outside the pool or shared, bounds that fall, bad plans.
+        cut_prompts: Parts of a prompt may run at the same time where heads are too few for the GPU. How many is
+            decided by the extents of the call. So bits depend on these, and on where a prompt is resumed. A CPU cuts
+            none: its bits are the same.
 
     Raises:
         RuntimeError: naming the argument that does not fit; on the CPU also what `report` would be told of.
@@ -88,7 +119,7 @@ def delta_prefill(
     Source: arXiv 2412.06464, equation 10 and section 3.3; arXiv 2510.26692, section 3.
     """
     out = v.new_empty(v.shape) if out is None else out
-    scratch = _scratch(v, state_indices, q.shape[-1], True, a.dim() == 3) if scratch is None else scratch
+    scratch = _scratch(v, state_indices, q.shape[-1], True, a.dim() == 3, cut_prompts) if scratch is None else scratch
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     torch.ops.attnops.delta_prefill(
         out,
@@ -110,6 +141,7 @@ def delta_prefill(
         lower_bound,
         qk_l2norm,
         report,
+        cut_prompts,
     )
     return out
 
@@ -136,6 +168,7 @@ def ssd_prefill(
     dt_softplus: bool = False,
     out: Tensor | None = None,
     report: Tensor | None = None,
+    cut_prompts: bool = False,
 ) -> Tensor:
     """Ragged requests through a state space with a scalar decay: `ssd_decode`, token by token, in one call.
 
@@ -146,7 +179,7 @@ def ssd_prefill(
         A: float32 ``[H]``.
         B, C: ``[T, G, N]``: a group serves ``H / G`` heads. P and N at most 256.
         states: ``[num_slots, H, P, N]`` float32, bf16 or fp16, last dim dense; updated in place.
-        cu_seqlens, prefix_lens, state_indices, checkpoint_slots, report: as in `delta_prefill`.
+        cu_seqlens, prefix_lens, state_indices, checkpoint_slots, report, cut_prompts: as in `delta_prefill`.
         plan: int32 ``[B]``, by `ssd_plan`.
         scratch: uint8 ``[ssd_prefill_scratch_size(...)]``, as in `delta_prefill`.
         D, dt_bias, scale, dt_softplus: as in `ssd_decode`.
@@ -158,7 +191,7 @@ def ssd_prefill(
     Source: arXiv 2405.21060, section 6; arXiv 2401.04658 for Lightning.
     """
     out = x.new_empty(x.shape) if out is None else out
-    scratch = _scratch(x, state_indices, B.shape[-1], False, False) if scratch is None else scratch
+    scratch = _scratch(x, state_indices, B.shape[-1], False, False, cut_prompts) if scratch is None else scratch
     torch.ops.attnops.ssd_prefill(
         out,
         states,
@@ -179,6 +212,7 @@ def ssd_prefill(
         scale,
         dt_softplus,
         report,
+        cut_prompts,
     )
     return out
 

@@ -21,6 +21,7 @@
 #include "device/sm80/linear_chunk_pass.cuh"
 #include "device/sm80/linear_verify_tiles.cuh"
 #include "device/sm90/linear_chunk_ahead.cuh"
+#include "device/sm90/linear_chunk_join.cuh"
 #include "device/sm90/linear_chunk_multiply.cuh"
 #include "device/sm90/linear_chunk_ring.cuh"
 #include "ssd/checks.h"
@@ -67,11 +68,45 @@ void ahead(const LinearPrefill& p) {
   run_grid(3, sm90::kAheadWorkers * kLocalThreads, [&] { sm90::chunk_ahead_kernel<kKeys, kDelta>(p, groups, parts); });
 }
 
+template <class Ring>
+void cut_ring(const LinearPrefill& p, const sm90::ChunkCuts& cuts, bool boxes) {
+  if (sizeof(typename Ring::Shared) > sizeof(memory)) std::abort();
+  const int works = sm90::cut_works<Ring>(p, cuts);
+  sm90::RingMaps maps = sm90::make_ring_maps(p);
+  maps.there = maps.there && boxes;
+  run_grid(works, Ring::kThreads,
+           [&] { sm90::chunk_cut_kernel<Ring>(p, maps, cuts, works, ceil_div(p.step.value_dim, Ring::kRows)); });
+}
+
+// Segments of few chunks, as many as there is room for.
+template <int kKeys, bool kDelta, bool kChannels>
+void cut(const LinearPrefill& p) {
+  static int turn = 0;
+  const int64_t batch = p.step.batch_size, room = segment_room(p.num_tokens, batch, p.step.num_heads);
+  int most = kLeastSegmentChunks + turn % 3;
+  while (segment_places(p.num_tokens, batch, most) > room) ++most;
+  const ChunkScratch layout{.panels = kKeys / 64, .delta = kDelta, .channels = kChannels};
+  const sm90::ChunkCuts cuts = sm90::place_cuts(p, most, kKeys, layout);
+  const bool boxes = turn++ % 2 == 0;
+  cut_ring<sm90::ChunkRing<kKeys, kDelta, kChannels, 1, sm90::Part::kEnds>>(p, cuts, boxes);
+  const int blocks = sm90::join_blocks<kKeys, kDelta>(p);
+  run_grid(p.step.batch_size * p.step.num_heads * blocks, sm90::kJoinThreads, [&] {
+    if constexpr (kDelta) {
+      sm90::chunk_join_kernel<kKeys>(p, cuts, blocks);
+    } else {
+      sm90::chunk_join_decays_kernel<kKeys>(p, cuts, blocks);
+    }
+  });
+  cut_ring<sm90::ChunkRing<kKeys, kDelta, kChannels, 1, sm90::Part::kCut>>(p, cuts, boxes);
+}
+
 template <int kKeys, bool kDelta, bool kChannels>
 void chunks(const LinearPrefill& p) {
   static int turn = 0;
+  const bool cuts =
+      kKeys <= 128 && p.cut && segment_room(p.num_tokens, p.step.batch_size, p.step.num_heads) > p.step.batch_size;
   if constexpr (kKeys <= 128 && !kChannels) {
-    if (std::getenv("ATTNOPS_CUDA_MODEL_RING") != nullptr && turn % 3 == 0) {
+    if (!cuts && std::getenv("ATTNOPS_CUDA_MODEL_RING") != nullptr && turn % 3 == 0) {
       ahead<kKeys, kDelta>(p);
       return ring<sm90::ChunkRing<kKeys, kDelta, kChannels, 1>>(p, 1 + turn++ / 3 % 5, true);
     }
@@ -87,6 +122,7 @@ void chunks(const LinearPrefill& p) {
              [&] { chunk_local_kernel<kKeys, kDelta, Meet>(p, groups, parts); });
   }
   if constexpr (kKeys <= 128) {
+    if (cuts) return cut<kKeys, kDelta, kChannels>(p);
     if (std::getenv("ATTNOPS_CUDA_MODEL_RING") != nullptr) {
       if constexpr (!kChannels) {
         if (turn % 2 == 0) return ring<sm90::ChunkRing<kKeys, kDelta, kChannels, 2>>(p, 1 + turn++ / 2 % 5);
@@ -274,11 +310,11 @@ void delta_prefill_model(const Tensor& out, const Tensor& states, const Tensor& 
                          const Tensor& cu_seqlens, const Tensor& prefix_lens, const Tensor& state_indices,
                          const OptionalTensor& checkpoint_slots, const OptionalTensor& plan,
                          const OptionalTensor& scratch, double scale, double lower_bound, bool qk_l2norm,
-                         const OptionalTensor& report) {
+                         const OptionalTensor& report, bool cut_prompts) {
   const OptionalTensor elsewhere;
   prefill<true>(delta_rule::checked_prefill(
       {out, states, q, k, v, a, b, a_log, dt_bias, state_indices, elsewhere, scale, lower_bound, qk_l2norm, report},
-      {cu_seqlens, prefix_lens, checkpoint_slots, plan, scratch}));
+      {cu_seqlens, prefix_lens, checkpoint_slots, plan, scratch, cut_prompts}));
 }
 
 void ssd_prefill_model(const Tensor& out, const Tensor& states, const Tensor& x, const OptionalTensor& dt,
@@ -286,11 +322,11 @@ void ssd_prefill_model(const Tensor& out, const Tensor& states, const Tensor& x,
                        const OptionalTensor& dt_bias, const OptionalTensor& z, const Tensor& cu_seqlens,
                        const Tensor& prefix_lens, const Tensor& state_indices, const OptionalTensor& checkpoint_slots,
                        const OptionalTensor& plan, const OptionalTensor& scratch, double scale, bool dt_softplus,
-                       const OptionalTensor& report) {
+                       const OptionalTensor& report, bool cut_prompts) {
   const OptionalTensor elsewhere;
   prefill<false>(ssd::checked_prefill(
       {out, states, x, dt, a, b, c, d, dt_bias, z, state_indices, elsewhere, scale, dt_softplus, report},
-      {cu_seqlens, prefix_lens, checkpoint_slots, plan, scratch}));
+      {cu_seqlens, prefix_lens, checkpoint_slots, plan, scratch, cut_prompts}));
 }
 
 void delta_plan_model(const Tensor& plan, const Tensor& cu_seqlens) {
