@@ -47,6 +47,7 @@ struct ListImpl {
       }
       if (kv_dtype == kRows && p.shared_rows != shared)
         return shared ? "takes rows of 584 bytes" : "takes rows of 656 bytes";
+      if (p.max_logits && kv_dtype == kRows) return "gives no max_logits";
       if (max_heads > 0 && p.num_q_heads > max_heads) {
         return "takes at most " + std::to_string(max_heads) + " heads, got " + std::to_string(p.num_q_heads);
       }

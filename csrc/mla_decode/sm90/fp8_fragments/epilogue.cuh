@@ -60,15 +60,6 @@ __device__ inline RowEnd end_of_row(const Params& p, const Piece& piece, const u
     if (p.lse && valid) {
       p.lse[(static_cast<int64_t>(piece.request) * p.seqlen_q + at.token) * p.num_q_heads + at.head] = lse;
     }
-    if constexpr (At::kGivesTops) {
-      if (p.max_logits && valid) {
-        const float* tops = reinterpret_cast<const float*>(base + At::kTops) + row;
-        float top = tops[0];
-#pragma unroll
-        for (int i = 1; i < 4 * At::kTeams; ++i) top = fmaxf(top, tops[i * At::kRows]);
-        p.max_logits[static_cast<int64_t>(piece.request) * p.num_q_heads + at.head] = top * kLn2;
-      }
-    }
   }
   end.factor[0] = factor[0] * common;
   end.factor[1] = factor[At::kTeams - 1] * common;

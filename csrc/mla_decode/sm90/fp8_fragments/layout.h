@@ -142,10 +142,7 @@ struct Shape {
   static constexpr int kMoveBarriers = kBarriers + 16 * kRingTiles;   // by group of all teams
   // Of lists: uint16 [kRingTiles][4], by slot and loading warp: which of its keys there are.
   static constexpr int kListed = kMoveBarriers + 8 * kTeams * kGroups;
-  // Of lists in prefill: float [kTeams][4][kRows], the largest scores by team and warp of each group.
-  static constexpr bool kGivesTops = kOptions == Options::kSelected && !kShort;
-  static constexpr int kTops = kListed + (kOptions == Options::kSelected ? 8 * kRingTiles : 0);
-  static constexpr int kEnd = kTops + (kGivesTops ? kTeams * 4 * kRows * 4 : 0);
+  static constexpr int kEnd = kListed + (kOptions == Options::kSelected ? 8 * kRingTiles : 0);
   // What comes from a cluster lies in the ring.
   static constexpr int kMergeBarrier = kEnd, kReceived = kKv, kMergeWarps = kConsumerThreads / 32;
   static constexpr int kBytes = kEnd + (kCluster ? 8 : 0);

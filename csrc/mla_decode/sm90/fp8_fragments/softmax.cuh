@@ -54,7 +54,7 @@ struct Softmax {
   __device__ int first_row() const { return place.group * At::kSoftmaxRows; }
   __device__ uint8_t* state(uint8_t* base) const { return base + At::kStates + place.team * At::kStateBytes; }
 
-  __device__ void begin(const Params& p, const Piece& piece, uint8_t* base, float kv_scale) {
+  __device__ void begin(const Params& p, const Piece& piece, const uint8_t* base, float kv_scale) {
     clear = few_rows::keys_of_all_rows(p, piece);
     const float* query_scale = reinterpret_cast<const float*>(base + At::kQueryScale) + first_row();
 #pragma unroll
@@ -62,12 +62,6 @@ struct Softmax {
       reference[i] = -INFINITY;
       sum[i] = 0.f;
       scale[i] = query_scale[query_of(i)] * (p.softmax_scale * kv_scale * kLog2e);
-    }
-    if constexpr (At::kGivesTops) {
-      if (p.max_logits && threadIdx.x % 32 < 4) {
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) tops(base)[query_of(i)] = -INFINITY;
-      }
     }
   }
 
@@ -85,9 +79,6 @@ struct Softmax {
     if (p.logit_cap > 0.f) cap_scores(p, s);
     if constexpr (At::kOptions == Options::kSelected) {
       mask_unlisted<At, kCount>(listed, s);
-      if constexpr (At::kGivesTops) {
-        if (p.max_logits) keep_tops(s, base);
-      }
     } else if (first_key < clear.begin || first_key + kPlanTileTokens > clear.end || p.report) {
       if (few_rows::sees_to_an_end(p)) {
         few_rows::mask_ends<kCount>(p, piece, first_row(), first_key, s);
@@ -120,21 +111,6 @@ struct Softmax {
   }
 
  private:
-  // Where max_logits are asked for: the largest scores of this warp's keys so far, in shared memory, for calls that do
-  // not ask have no register for them.
-  __device__ float* tops(uint8_t* base) const {
-    const int warp = threadIdx.x % kGroupThreads / 32;
-    return reinterpret_cast<float*>(base + At::kTops) + (place.team * 4 + warp) * At::kRows + first_row();
-  }
-  __device__ void keep_tops(const Scores& s, uint8_t* base) const {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const float most = column_max(fmaxf(s[element_of(i, 0)], s[element_of(i, 1)]));
-      float& top = tops(base)[query_of(i)];
-      if (threadIdx.x % 32 < 4) top = fmaxf(top, most);
-    }
-  }
-
   __device__ static void cap_scores(const Params& p, Scores& s) {
     const float cap = p.logit_cap * kLog2e, inner = kLn2 / p.logit_cap;
 #pragma unroll

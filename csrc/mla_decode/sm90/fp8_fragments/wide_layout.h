@@ -73,10 +73,7 @@ struct WideShape {
   static constexpr int kPieceBarriers = kBarriers + 16 * (kRingTiles + kWideBuffers);
   // Of lists: uint16 [kRingTiles][4], by slot and loading warp: which of its keys there are.
   static constexpr int kListed = kPieceBarriers + 2 * 8;
-  // Of lists in prefill: float [4][kRows], the largest scores by warp.
-  static constexpr bool kGivesTops = kOptions == Options::kSelected && !kShort && !kRounds;
-  static constexpr int kTops = kListed + (kOptions == Options::kSelected ? 8 * kRingTiles : 0);
-  static constexpr int kEnd = kTops + (kGivesTops ? 4 * kRows * 4 : 0);
+  static constexpr int kEnd = kListed + (kOptions == Options::kSelected ? 8 * kRingTiles : 0);
   static constexpr int kMergeBarrier = kEnd, kReceived = (kEnd + 8 + 15) / 16 * 16, kMergeWarps = kValueThreads / 32;
   static constexpr int kBytes = kCluster ? kReceived + kReceivedBytes : kEnd;
   static_assert(kBytes <= 227 * 1024 && kBarriers % 16 == 0 && kEnds % 16 == 0);

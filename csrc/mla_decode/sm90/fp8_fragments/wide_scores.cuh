@@ -48,7 +48,6 @@ class ScoreConsumer {
       parity_ ^= 1;
       const int parity = *reinterpret_cast<const volatile int*>(base_ + At::kParity);
       softmax_.publish(parity);
-      softmax_.store_tops(piece);
       if constexpr (At::kScaled) publish_most(parity);
       attnops::sm90::mbarrier_arrive(At::sums_barrier(shared_));
     }

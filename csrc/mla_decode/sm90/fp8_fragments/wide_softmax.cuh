@@ -25,12 +25,6 @@ class WideSoftmax {
     clear_ = few_rows::keys_of_all_rows(p_, piece);
     const int row = threadIdx.x % kGroupThreads;
     if (row < At::kRows) reinterpret_cast<int*>(base_ + At::kSeenEnds)[row] = seen_end(piece, row);
-    if constexpr (At::kGivesTops) {
-      if (p_.max_logits && row < At::kRows) {
-#pragma unroll
-        for (int w = 0; w < 4; ++w) tops(w)[row] = -INFINITY;
-      }
-    }
 #pragma unroll
     for (float& x : sum_) x = 0.f;
   }
@@ -67,9 +61,6 @@ class WideSoftmax {
     if constexpr (At::kOptions == Options::kSelected) {
       if (special_) scale_or_spoil(s);
       mask_unlisted<At, kCount>(listed, s);
-      if constexpr (At::kGivesTops) {
-        if (p_.max_logits) keep_tops(s);
-      }
     } else {
       const bool some_masked = (At::kOptions == Options::kAll && (first_key < clear_.begin || p_.report)) ||
                                first_key + kPlanTileTokens > clear_.end;
@@ -125,18 +116,6 @@ class WideSoftmax {
     }
   }
 
-  // Stores the largest logits of a piece where they are asked for. The thread of a row also begins the next piece's.
-  __device__ void store_tops(const Piece& piece) const {
-    if constexpr (At::kGivesTops) {
-      if (p_.max_logits == nullptr) return;
-      named_barrier_sync(kScoreWarps, kGroupThreads);
-      const int row = threadIdx.x % kGroupThreads;
-      if (row >= piece.num_rows) return;
-      const float top = fmaxf(fmaxf(tops(0)[row], tops(1)[row]), fmaxf(tops(2)[row], tops(3)[row]));
-      p_.max_logits[static_cast<int64_t>(piece.request) * p_.num_q_heads + piece.first_row + row] = top * kLn2;
-    }
-  }
-
  private:
   static constexpr int kHeld = kHolds ? At::kRows / 8 : 1;
   static constexpr float kUnset = -1e30f;  // of a row that saw no key yet: below every score
@@ -150,23 +129,6 @@ class WideSoftmax {
   __device__ float* pair_entry(int row) const {
     return reinterpret_cast<float*>(base_ + At::kRowPairs) + row / 2 * 4 + row % 2 * 2;
   }
-  __device__ float* tops(int warp) const { return reinterpret_cast<float*>(base_ + At::kTops) + warp * At::kRows; }
-
-  // The largest scores of this warp's keys so far: in shared memory, for calls that do not ask have no register for it.
-  __device__ void keep_tops(const Scores& s) const {
-#pragma unroll
-    for (int j = 0; j < At::kRows / 8; ++j) {
-      const float4 pair = pair_of(j);
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const float score = fmaxf(s[4 * j + e], s[4 * j + 2 + e]) * (e == 0 ? pair.x : pair.z);
-        const float most = column_max(score);
-        float& top = tops(warp())[query_of(2 * j + e)];
-        if (threadIdx.x % 32 < 4) top = fmaxf(top, most);
-      }
-    }
-  }
-
   __device__ float query_scale(int row) const { return reinterpret_cast<const float*>(base_ + At::kQueryScale)[row]; }
 
   // Only a positive scale commutes with the maximum, and a soft cap needs scaled scores.
