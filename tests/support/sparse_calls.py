@@ -231,7 +231,7 @@ def decode(
 def prefill(
     problem: SparseProblem, apart: bool = False, with_most: bool = True, **options
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(out [T, H, 512], lse [T, H], max_logits [T, H] or None)."""
+    """(out [T, H, 512], lse [T, H], max_logits [T, H] or None). On CUDA, of FP8 rows the portable kernel gives them."""
     q = problem.q.flatten(0, 1)
     out = q.new_full((*q.shape[:-1], 512), math.nan)
     lse, most = (torch.full(q.shape[:-1], math.nan, device=q.device) for _ in range(2))
