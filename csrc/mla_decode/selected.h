@@ -46,6 +46,11 @@ struct ListKeys {
     const int more = extra.length(request);
     if (more > 0) end = second + more;
   }
+
+  // Of which list a tile's keys are, by one of them, and where those of that list begin and end.
+  ATTNOPS_HOST_DEVICE bool is_extra(int key) const { return key >= second; }
+  ATTNOPS_HOST_DEVICE int begin_of(bool extra) const { return extra ? second : 0; }
+  ATTNOPS_HOST_DEVICE int end_of(bool extra) const { return extra ? end : first; }
 };
 
 }  // namespace attnops::mla_decode

@@ -27,9 +27,9 @@ struct ListImpl {
   Arch arch;       // that one, or the first of all later ones
   DType dtype;     // of q
   DType kv_dtype;  // of the pool; of a portable row, also uint8
-  bool portable;   // rows of every kind, a second list, max_logits
+  bool portable;   // rows of every kind, of any alignment
   Launch launch;
-  bool shared = false;  // rows of 584 bytes, and a second list of them
+  bool shared = false;  // rows of 584 bytes
   int max_heads = 0;    // 0: any number
 
   std::string reject_device() const {
@@ -47,7 +47,6 @@ struct ListImpl {
       }
       if (kv_dtype == kRows && p.shared_rows != shared)
         return shared ? "takes rows of 584 bytes" : "takes rows of 656 bytes";
-      if (p.extra.count > 0 && !shared) return "takes one list, got extra_indices";
       if (p.max_logits && kv_dtype == kRows) return "gives no max_logits";
       if (max_heads > 0 && p.num_q_heads > max_heads) {
         return "takes at most " + std::to_string(max_heads) + " heads, got " + std::to_string(p.num_q_heads);

@@ -77,6 +77,8 @@ def _judge(
     error = float((got - expected).norm() / expected.norm())
     # Kernels of 16 bit round the values of a row of bytes once more, and few keys do not average that out.
     looser = 2 if problem.selected.kv_pages.dtype == torch.uint8 and problem.q.dtype != torch.float32 else 1
+    # Of a longer list a kernel may round tiles of few keys: of two lists, all of nine to sixteen keys.
+    looser *= 2 if rounded_keys and problem.extra is not None else 1
     if error > looser * OUT[problem.q.dtype]:
         raise Failure(f"out differs: relative error {error:.3g}")
     worst = float((got_lse - expected_lse)[~empty].abs().max())
@@ -131,7 +133,7 @@ def right_decode(draw: Draw) -> None:
     if rounded:
         draw.saw("mode rounded keys")
     ops.sparse_mla_decode(**given, **lengths, **second, rounded_keys=rounded)
-    of_rows = rounded and lists.kv_pages.shape[-1] == 656 and (extra is None or draw.device == "cpu")
+    of_rows = rounded and lists.kv_pages.shape[-1] == 656
     _judge(draw, problem, out.view.flatten(0, 1), lse.view.flatten(0, 1), rounded_keys=of_rows)
     out.check("out")
     lse.check("lse")

@@ -53,6 +53,22 @@ def test_lists_of_few_keys_are_rounded(device, dtype, shape, heads, num_sm_parts
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("heads,num_sm_parts", [(9, 6), (16, 200), (20, 3), (64, 2), (128, 200)])
+@pytest.mark.parametrize("counts", [(0, 3), (FEW, 0), (5, FEW - 5)])
+def test_two_lists_of_few_keys_are_rounded(device, heads, num_sm_parts, counts):
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    problem, rounded = listing(counts, heads=heads, dtype=dtype, device=device)
+    lists = problem.selected
+    problem.extra = Lists(lists.kv_pages, lists.values, lists.indices[..., 64:].contiguous(), None)
+    lists.indices = lists.indices[..., :64].contiguous()
+    plan = plan_of(problem, num_sm_parts=num_sm_parts)
+    assert misses(decode(problem, plan)[1], problem.expected()[1]) == 0
+    lse = decode(problem, plan, rounded_keys=True)[1]
+    lists.values = problem.extra.values = rounded
+    assert misses(lse, problem.expected()[1]) == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("counts", [(FEW + 1,), (64, 40, FEW + 1), (0, 0)])
 @pytest.mark.parametrize("heads", [9, 20, 64, 128])

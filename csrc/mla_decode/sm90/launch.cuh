@@ -60,14 +60,26 @@ inline CUtensorMap make_query_map(const Params& p, const void* base, int width, 
        .box_rows = kPlanRows});
 }
 
-// The largest power of two that divides every stride between rows of the pool, if 32 bits of it reach the last one.
-inline RowUnits row_units(const Params& p, int64_t tokens, int64_t pages) {
-  const int64_t element = size_of(p.kv_dtype);
-  const int64_t page = pages > 1 ? p.kv_stride_page * element : 0, token = tokens > 1 ? p.kv_stride_token * element : 0;
+// The largest power of two that divides every stride between rows of a pool, in bytes, if 32 bits of it reach the last
+// one.
+inline RowUnits row_units(int64_t stride_page, int64_t stride_token, int64_t tokens, int64_t pages) {
+  const int64_t page = pages > 1 ? stride_page : 0, token = tokens > 1 ? stride_token : 0;
   const int64_t unit = int64_t{1} << min_of(__builtin_ctzll(page | token | 1 << 20), 20);
   const int64_t last = (max_of(pages - 1, int64_t{0}) * page + (tokens - 1) * token) / unit;
   if (page < 0 || token < 0 || last > UINT32_MAX) return {};
   return {static_cast<uint32_t>(unit), static_cast<uint32_t>(page / unit), static_cast<uint32_t>(token / unit)};
+}
+
+inline RowUnits row_units(const Params& p) {
+  const int64_t element = size_of(p.kv_dtype);
+  return row_units(p.kv_stride_page * element, p.kv_stride_token * element, p.page_table.page_size,
+                   p.page_table.num_pages);
+}
+
+inline RowUnits row_units(const SelectedRows& rows, DType dtype) {
+  const int64_t element = size_of(dtype);
+  return row_units(rows.stride_page * element, rows.stride_token * element, rows.page_size,
+                   rows.num_rows / rows.page_size);
 }
 
 inline Maps make_maps(const Params& p, const Modes& modes) {
@@ -134,14 +146,15 @@ template <typename T>
 void launch_selected(const Params& given, cudaStream_t stream) {
   if (given.batch_size == 0) return;
   const Params p = as_page_table(given);
-  const SelectedRows& rows = p.selected;
   const Modes modes{.use_boxes = false,
                     .queries_by_map = queries_fit(p),
                     .out_aligned = output_aligned(p),
                     .tiles_per_page = 1,
                     .box_shift = 0,
-                    .by_page_size = Divisor(rows.page_size),
-                    .units = row_units(p, rows.page_size, rows.num_rows / rows.page_size)};
+                    .by_page_size = Divisor(p.selected.page_size),
+                    .units = row_units(p.selected, p.kv_dtype),
+                    .by_extra_size = Divisor(p.extra.page_size),
+                    .extra_units = row_units(p.extra, p.kv_dtype)};
   launch_attention<T, Options::kSelected, Loads::kGathered>(p, modes, stream);
   if (p.tile_scheduler_metadata) launch_merge<T>(p, stream);
 }
@@ -156,7 +169,7 @@ void launch(const Params& p, cudaStream_t stream) {
                     .tiles_per_page = max_of(p.page_table.page_size / kPlanTileTokens, 1),
                     .box_shift = box_rows > 0 ? __builtin_ctz(kPlanTileTokens / box_rows) : 0,
                     .by_page_size = Divisor(p.page_table.page_size),
-                    .units = row_units(p, p.page_table.page_size, p.page_table.num_pages)};
+                    .units = row_units(p)};
   const bool reached = modes.use_boxes || modes.units.bytes != 0;
   if (is_common_or_tree(p, modes) && boxes_fit(p) && ring::suits(p)) {
     ring::launch_attention<T>(p, make_maps(p, modes), stream);

@@ -59,7 +59,11 @@ class Loader : BoxLoads {
   __device__ void load_tiles(const Piece& piece, int count, int first_pages) {
     const int32_t* cells = p_.page_table.row(piece.request);
     if constexpr (kOptions == Options::kSelected) {
-      load_listed_tiles(piece, cells, count);
+      if (p_.extra.count > 0) {
+        load_listed_tiles<true>(piece, count);
+      } else {
+        load_listed_tiles<false>(piece, count);
+      }
     } else if (kLoads == Loads::kBoxes || (kLoads == Loads::kAny && modes_.use_boxes)) {
       load_boxed_tiles(piece, cells, count, first_pages);
     } else {
@@ -106,7 +110,7 @@ class Loader : BoxLoads {
     for (int t = buffer_; t < piece.num_tiles; t += 2) {
       int page;
       if (kWhole || is_complete(piece, t)) {
-        copy_half(!kWhole || keys_left(piece, t) > warp_ % 2 * kHalfRows);
+        copy_half(own_pool(), !kWhole || keys_left(piece, t) > warp_ % 2 * kHalfRows);
         page = half_page(piece, cells, t + 2);
         hand_over_half();
       } else {
@@ -131,37 +135,61 @@ class Loader : BoxLoads {
     for (int i = lane_ * 16; i < kTileBytes; i += 32 * 16) *reinterpret_cast<uint4*>(tile + i) = {};
   }
 
+  // Of lists: the pool of a tile, and where its rows are. kTwo: of either list, for no tile has keys of both.
+  template <bool kTwo>
+  struct TileRows {
+    const bool is_extra;
+    const SelectedRows& pool;
+    const Divisor& by_page_size;
+    const RowUnits& units;
+
+    __device__ TileRows(const Params& p, const Modes& modes, bool extra)
+        : is_extra(kTwo && extra),
+          pool(is_extra ? p.extra : p.selected),
+          by_page_size(is_extra ? modes.by_extra_size : modes.by_page_size),
+          units(is_extra ? modes.extra_units : modes.units) {}
+
+    __device__ Pool source() const { return {static_cast<const uint8_t*>(pool.pages), units.bytes}; }
+    __device__ uint32_t place(int row) const {
+      const int page = by_page_size.divide(row);
+      return page * units.per_page + (row - page * pool.page_size) * units.per_token;
+    }
+  };
+
   // The same of rows that a list names. Where one of a tile's 64 is no key, both warps bring zeros for it.
-  __device__ void load_listed_tiles(const Piece& piece, const int32_t* list, int count) {
+  template <bool kTwo>
+  __device__ void load_listed_tiles(const Piece& piece, int count) {
+    const ListKeys keys(p_.selected, p_.extra, piece.request);
     int next[kRowsPerLane];
-    listed_rows(piece, list, buffer_, next);
+    listed_rows<kTwo>(piece, keys, buffer_, next);
     let_even_tile_go_first(count);
     for (int t = buffer_; t < piece.num_tiles; t += 2) {
+      const TileRows<kTwo> from(p_, modes_, keys.is_extra((piece.first_tile + t) * kPlanTileTokens));
       int rows[kRowsPerLane];
       uint32_t there[kRowsPerLane];
 #pragma unroll
       for (int i = 0; i < kRowsPerLane; ++i) {
-        rows[i] = next[i] < p_.selected.num_rows ? next[i] : -1;
+        rows[i] = next[i] < from.pool.num_rows ? next[i] : -1;
         there[i] = __ballot_sync(0xffffffffu, rows[i] >= 0);
       }
-      if (p_.report && has_rope()) report_rows(piece, t, next);
+      if (p_.report && has_rope()) report_rows(piece, keys, from, t, next);
       // By the warp whose part is given back by the group that reads it.
       const auto tell = [&] {
         auto* masks = reinterpret_cast<volatile uint64_t*>(base_ + kKeyMasks) + buffer_;
         if (has_rope() && lane_ == 0) *masks = there[0] | static_cast<uint64_t>(there[1]) << 32;
       };
-      if (modes_.units.bytes != 0 && (there[0] & there[1]) == 0xffffffffu) {
-        write_row_list(units_of_row(warp_ % 2 == 0 ? rows[0] : rows[1]));
-        copy_half(true, with_rope());
+      if (from.units.bytes != 0 && (there[0] & there[1]) == 0xffffffffu) {
+        write_row_list(from.place(warp_ % 2 == 0 ? rows[0] : rows[1]));
+        copy_half(from.source(), true, with_rope());
         tell();
-        listed_rows(piece, list, t + 2, next);
+        listed_rows<kTwo>(piece, keys, t + 2, next);
         hand_over_half();
       } else {
         int64_t offset[kRowsPerLane];
 #pragma unroll
-        for (int i = 0; i < kRowsPerLane; ++i) offset[i] = rows[i] < 0 ? -1 : kElement * p_.selected.offset(rows[i]);
-        listed_rows(piece, list, t + 2, next);
-        gather_rows(offset, tell, with_rope());
+        for (int i = 0; i < kRowsPerLane; ++i) offset[i] = rows[i] < 0 ? -1 : kElement * from.pool.offset(rows[i]);
+        listed_rows<kTwo>(piece, keys, t + 2, next);
+        gather_rows(from.source(), offset, tell, with_rope());
       }
       empty_parity_ ^= 1;
       if (t == 0) let_odd_tiles_begin(count);
@@ -170,27 +198,31 @@ class Loader : BoxLoads {
 
   // Of this lane's keys of a tile, lane and lane + 32, as the list has them; -1 behind its end. Nobody waits for them
   // here.
-  __device__ void listed_rows(const Piece& piece, const int32_t* list, int t, int (&rows)[kRowsPerLane]) const {
+  template <bool kTwo>
+  __device__ void listed_rows(const Piece& piece, const ListKeys& keys, int t, int (&rows)[kRowsPerLane]) const {
+    const int first_key = (piece.first_tile + t) * kPlanTileTokens;
+    const bool is_extra = kTwo && keys.is_extra(first_key);
+    const int32_t* list = (is_extra ? p_.extra : p_.selected).list(piece.request);
+    const int begin = first_key - keys.begin_of(is_extra), end = kTwo ? keys.end_of(is_extra) : piece.keys.end;
 #pragma unroll
     for (int i = 0; i < kRowsPerLane; ++i) {
-      const int key = (piece.first_tile + t) * kPlanTileTokens + lane_ + 32 * i;
-      rows[i] = t < piece.num_tiles && key < piece.keys.end ? list[key] : -1;
+      const int at = lane_ + 32 * i;
+      rows[i] = t < piece.num_tiles && first_key + at < end ? list[begin + at] : -1;
     }
   }
 
   // Checked mode.
-  __device__ void report_rows(const Piece& piece, int t, const int (&rows)[kRowsPerLane]) const {
+  template <bool kTwo>
+  __device__ void report_rows(const Piece& piece, const ListKeys& keys, const TileRows<kTwo>& from, int t,
+                              const int (&rows)[kRowsPerLane]) const {
+    const int64_t num_rows = from.pool.num_rows;
+    const ReportKind kind = from.is_extra ? kReportExtraRowIndex : kReportRowIndex;
 #pragma unroll
     for (int i = 0; i < kRowsPerLane; ++i) {
-      if (rows[i] < p_.selected.num_rows) continue;
+      if (rows[i] < num_rows) continue;
       const int key = (piece.first_tile + t) * kPlanTileTokens + lane_ + 32 * i;
-      record_fault(p_.report, {p_.report_op, kReportRowIndex, piece.request, key, rows[i], p_.selected.num_rows});
+      record_fault(p_.report, {p_.report_op, kind, piece.request, key - keys.begin_of(from.is_extra), rows[i], num_rows});
     }
-  }
-
-  __device__ uint32_t units_of_row(int row) const {
-    const int page = modes_.by_page_size.divide(row);
-    return page * modes_.units.per_page + (row - page * p_.selected.page_size) * modes_.units.per_token;
   }
 
   // At the very start odd tiles stand back for the even one: all queue at one copy engine, and scores begin with it.
@@ -295,7 +327,7 @@ class Loader : BoxLoads {
     int64_t offset[kRowsPerLane];
 #pragma unroll
     for (int i = 0; i < kRowsPerLane; ++i) offset[i] = row_offset(tile * kPlanTileTokens + lane_ + 32 * i, page[i]);
-    gather_rows(offset, [] {});
+    gather_rows(own_pool(), offset, [] {});
   }
 
   __device__ void load_queries(const Piece& piece, int count) const {
@@ -348,7 +380,7 @@ class Loader : BoxLoads {
 
   __device__ void check_length(const Piece& piece) const {
     if (kOptions == Options::kCommon || p_.report == nullptr || warp_ + lane_ != 0) return;
-    if constexpr (kOptions == Options::kSelected) return check_list_length(p_, piece);
+    if constexpr (kOptions == Options::kSelected) return check_list_lengths(p_, piece);
     check_table_length(p_, piece);
   }
 

@@ -20,6 +20,13 @@ class RowLoads : protected TilePlace {
   __device__ int page_cell(int key) const { return modes_.by_page_size.divide(key); }
   __device__ int token_of(int key) const { return key - page_cell(key) * p_.page_table.page_size; }
 
+  // What rows are copied from, and the bytes of a unit of their places.
+  struct Pool {
+    const uint8_t* pages;
+    uint32_t unit;
+  };
+  __device__ Pool own_pool() const { return {static_cast<const uint8_t*>(p_.kv_pages), modes_.units.bytes}; }
+
   // Where the rows of the warp's half of a tile lie, in units from the pool: those that eight lanes each copy, one
   // behind the other. Written down by the time that the tile's place falls free.
   __device__ void write_row_list(uint32_t place) const {
@@ -30,15 +37,15 @@ class RowLoads : protected TilePlace {
 
   // The warp's half of a tile, in flight, each unit a group of copies; the part first that is given back first. Nothing
   // but the order of the groups where none of its rows is a key. Rows without a rope part leave its place as it is.
-  __device__ void copy_half(bool has_keys, bool with_rope = true) const {
+  __device__ void copy_half(const Pool& pool, bool has_keys, bool with_rope = true) const {
     wait_empty(kPartRope);
-    copy_columns<1>(kRopeTile, has_keys && with_rope);
+    copy_columns<1>(pool, kRopeTile, has_keys && with_rope);
 #pragma unroll 1
     for (int i = 0; i < kParts - 1; ++i) {
       const int part = i == 0 ? first_part() : second_part();
       wait_empty(part);
-      copy_columns<2>(first_tile_of_part(part), has_keys);
-      copy_columns<2>(first_tile_of_part(part) + 2, has_keys);
+      copy_columns<2>(pool, first_tile_of_part(part), has_keys);
+      copy_columns<2>(pool, first_tile_of_part(part) + 2, has_keys);
     }
   }
 
@@ -53,14 +60,15 @@ class RowLoads : protected TilePlace {
   // The warp's half of the columns; `offset` says where rows lane and lane + 32 begin, in bytes from the pool, or that
   // they are zeros: below 0. `tell` runs when the place is free, before it is handed over.
   template <class Tell>
-  __device__ void gather_rows(const int64_t (&offset)[kRowsPerLane], const Tell& tell, bool with_rope = true) const {
+  __device__ void gather_rows(const Pool& pool, const int64_t (&offset)[kRowsPerLane], const Tell& tell,
+                              bool with_rope = true) const {
     if (has_rope()) {
       wait_empty(kPartRope);
-      if (with_rope) copy_rows(offset, kRopeTile, 1);
+      if (with_rope) copy_rows(pool, offset, kRopeTile, 1);
     }
     wait_empty(part_);
     tell();
-    copy_rows(offset, first_tile_of_part(part_), 4);
+    copy_rows(pool, offset, first_tile_of_part(part_), 4);
     commit_copies();
     if (has_rope()) hand_over<0, 2>(kRope);
     hand_over<0, 2>(2 * part_ - 1);
@@ -84,9 +92,9 @@ class RowLoads : protected TilePlace {
 
   // Of kTiles tiles of 64 columns; eight lanes copy the 128 bytes of a row of one of them.
   template <int kTiles>
-  __device__ void copy_columns(int column, bool has_keys) const {
+  __device__ void copy_columns(const Pool& from, int column, bool has_keys) const {
     if (has_keys) {
-      const uint8_t* pool = static_cast<const uint8_t*>(p_.kv_pages) + column * 128 + lane_ % 8 * 16;
+      const uint8_t* pool = from.pages + column * 128 + lane_ % 8 * 16;
       asm volatile("" : "+l"(pool));  // in a pair of registers, where a row's place is added in one instruction
       // The swizzle repeats after eight rows, which are two steps.
       const uint32_t even = kv_tile(column) + attnops::sm90::swizzled(warp_ % 2 * kHalfRows + lane_ / 8, lane_ % 8);
@@ -96,10 +104,10 @@ class RowLoads : protected TilePlace {
 #pragma unroll
       for (int i = 0; i < kRowSteps; i += 4) {
         const uint4 rows = list[i / 4];
-        source[i] = pool + wide_product(rows.x, modes_.units.bytes);
-        source[i + 1] = pool + wide_product(rows.y, modes_.units.bytes);
-        source[i + 2] = pool + wide_product(rows.z, modes_.units.bytes);
-        source[i + 3] = pool + wide_product(rows.w, modes_.units.bytes);
+        source[i] = pool + wide_product(rows.x, from.unit);
+        source[i + 1] = pool + wide_product(rows.y, from.unit);
+        source[i + 2] = pool + wide_product(rows.z, from.unit);
+        source[i + 3] = pool + wide_product(rows.w, from.unit);
       }
       // A register that a copy reads is free for the next address some 20 cycles later: all addresses before all
       // copies.
@@ -114,8 +122,8 @@ class RowLoads : protected TilePlace {
     commit_copies();
   }
 
-  __device__ void copy_rows(const int64_t (&offset)[kRowsPerLane], int column, int tiles) const {
-    const uint8_t* pool = static_cast<const uint8_t*>(p_.kv_pages) + lane_ % 8 * 16;
+  __device__ void copy_rows(const Pool& from, const int64_t (&offset)[kRowsPerLane], int column, int tiles) const {
+    const uint8_t* pool = from.pages + lane_ % 8 * 16;
 #pragma unroll
     for (int half = 0; half < kRowsPerLane; ++half) {
 #pragma unroll 1

@@ -20,6 +20,8 @@ struct Modes {
   int box_shift;        // a tile comes as 2^box_shift boxes, one of each page
   Divisor by_page_size;
   RowUnits units;
+  Divisor by_extra_size;  // of a second pool
+  RowUnits extra_units;
 };
 
 struct Maps {

@@ -166,16 +166,15 @@ __device__ inline void check_table_length(const Params& p, const Piece& piece) {
 }
 
 // Checked mode, of lists: by one lane.
-__device__ inline void check_list_length(const Params& p, const Piece& piece) {
-  if (p.selected.lengths == nullptr || p.selected.lengths[piece.request] <= p.selected.count) return;
-  record_fault(p.report, {p.report_op, kReportListLength, piece.request, 0, p.selected.lengths[piece.request],
-                          int64_t{p.selected.count} + 1});
+__device__ inline void check_list_length(const Params& p, const Piece& piece, const SelectedRows& rows,
+                                         ReportKind kind) {
+  if (rows.lengths == nullptr || rows.lengths[piece.request] <= rows.count) return;
+  record_fault(p.report, {p.report_op, kind, piece.request, 0, rows.lengths[piece.request], int64_t{rows.count} + 1});
 }
 
-__device__ inline void check_extra_length(const Params& p, const Piece& piece) {
-  if (p.extra.lengths == nullptr || p.extra.lengths[piece.request] <= p.extra.count) return;
-  record_fault(p.report, {p.report_op, kReportExtraListLength, piece.request, 0, p.extra.lengths[piece.request],
-                          int64_t{p.extra.count} + 1});
+__device__ inline void check_list_lengths(const Params& p, const Piece& piece) {
+  check_list_length(p, piece, p.selected, kReportListLength);
+  check_list_length(p, piece, p.extra, kReportExtraListLength);
 }
 
 // Walks what part blockIdx.x owns. Every warpgroup walks by itself and sees the same.

@@ -67,6 +67,54 @@ class QuarterPages {
 
   __device__ int first_token(int tile) const { return tile * kPlanTileTokens + warp_ * kTokens; }
 
+  // Of lists: the index of row lane % 16 of tile t + lane / 16; -1 where there is no key. Of one list,
+  __device__ int listed_row(const Piece& piece, int t) const {
+    t += lane_ / kTokens;
+    const int key = first_token(piece.first_tile + t) + lane_ % kTokens;
+    return t < piece.num_tiles && key < piece.keys.end ? p_.selected.list(piece.request)[key] : -1;
+  }
+  // or of two.
+  __device__ int listed_row(const Piece& piece, const ListKeys& keys, int t) const {
+    t += lane_ / kTokens;
+    const int key = first_token(piece.first_tile + t) + lane_ % kTokens;
+    if (t >= piece.num_tiles) return -1;
+    if (key < keys.first) return p_.selected.list(piece.request)[key];
+    return key >= keys.second && key < keys.end ? p_.extra.list(piece.request)[key - keys.second] : -1;
+  }
+
+  // Calls, for each tile of a piece in turn, bring(row) or bring(is_extra, row) with the index of row lane % 16. An
+  // index a lane, of two tiles at a time, and those of the next two are on their way.
+  template <class Bring>
+  __device__ void each_listed(const Piece& piece, const Bring& bring) {
+    int next = listed_row(piece, 0), rows = 0;
+    for (int t = 0; t < piece.num_tiles; ++t, ++count_) {
+      if (t % 2 == 0) {
+        rows = next;
+        next = listed_row(piece, t + 2);
+      }
+      const int row = __shfl_sync(0xffffffffu, rows, t % 2 * kTokens + lane_ % kTokens);
+      if (p_.report) check_row(piece, first_token(piece.first_tile + t) + lane_ % kTokens, row);
+      bring(row);
+    }
+  }
+
+  // The same of two lists: no tile has keys of both.
+  template <class Bring>
+  __device__ void each_listed(const Piece& piece, const ListKeys& keys, const Bring& bring) {
+    int next = listed_row(piece, keys, 0), rows = 0;
+    for (int t = 0; t < piece.num_tiles; ++t, ++count_) {
+      if (t % 2 == 0) {
+        rows = next;
+        next = listed_row(piece, keys, t + 2);
+      }
+      const int row = __shfl_sync(0xffffffffu, rows, t % 2 * kTokens + lane_ % kTokens);
+      const int key = first_token(piece.first_tile + t) + lane_ % kTokens;
+      const bool is_extra = keys.is_extra(key);
+      if (p_.report) check_row(piece, key, is_extra, key - keys.begin_of(is_extra), row);
+      bring(is_extra, row);
+    }
+  }
+
   // Checked mode: a row of a page that does not exist is reported, once, and left out.
   __device__ void check_page(const Piece& piece, int key, int& page) const {
     if (!is_readable(p_, piece, key) || p_.page_table.has_page(page)) return;
@@ -87,6 +135,15 @@ class QuarterPages {
   int count_ = 0;  // tiles of the ring so far
 
  private:
+  // Checked mode, of lists: what is past the pool. It is left out in any case.
+  __device__ void check_row(const Piece& piece, int key, bool is_extra, int position, int row) const {
+    const int64_t num_rows = is_extra ? p_.extra.num_rows : p_.selected.num_rows;
+    if (lane_ >= kTokens || !is_readable(p_, piece, key) || row < num_rows) return;
+    const ReportKind kind = is_extra ? kReportExtraRowIndex : kReportRowIndex;
+    record_fault(p_.report, {p_.report_op, kind, piece.request, position, row, num_rows});
+  }
+  __device__ void check_row(const Piece& piece, int key, int row) const { check_row(piece, key, false, key, row); }
+
   // The page of row lane % 16 of this warp's part of a gathered tile; -1 where there is nothing to read.
   template <Options kOptions>
   __device__ int row_page(const Piece& piece, const int32_t* cells, int t) const {

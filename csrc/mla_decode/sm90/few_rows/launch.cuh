@@ -86,7 +86,8 @@ void launch_shape(const Params& p, cudaStream_t stream) {
   const CallModes modes{
       .use_boxes = !At::kSelects && groups_fit(p),
       .by_page_size = Divisor(At::kSelects ? p.selected.page_size : p.page_table.page_size),
-      .paired = p.num_sm_parts % 2 == 0 && p.fixed_split_tokens == 0 && p.tile_scheduler_metadata != nullptr};
+      .paired = p.num_sm_parts % 2 == 0 && p.fixed_split_tokens == 0 && p.tile_scheduler_metadata != nullptr,
+      .by_extra_size = At::kSelects ? Divisor(p.extra.page_size) : Divisor()};
   const CUtensorMap map = modes.use_boxes ? make_map(p) : CUtensorMap{};
   constexpr int kBytes = At::kBytes;
   LaunchShape shape{p.num_sm_parts, kThreads, kBytes, kBytes};

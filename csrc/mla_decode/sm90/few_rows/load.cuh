@@ -45,7 +45,8 @@ __device__ inline uint32_t empty_barrier(uint32_t shared, int position) {
 struct CallModes {
   bool use_boxes;  // whole tiles come by the copy engine
   Divisor by_page_size;
-  bool paired;  // CTAs come in clusters of two
+  bool paired;            // CTAs come in clusters of two
+  Divisor by_extra_size;  // of a second pool
 };
 
 struct Paging {
@@ -66,6 +67,7 @@ class Loader : QuarterPages<Paging> {
         map_(map),
         base_(base),
         shared_(shared),
+        by_extra_size_(modes.by_extra_size),
         // Without a plan, in prefill, tokens share rows.
         read_once_(attnops::sm90::l2_policy(!At::kSelects || p.tile_scheduler_metadata)) {}
 
@@ -114,8 +116,19 @@ class Loader : QuarterPages<Paging> {
     if constexpr (At::kSelects) {
       if (p_.shared_rows) clear_rope();
       while (walk.next(p_, piece)) {
-        if (p_.report && warp_ + lane_ == 0) check_list_length(p_, piece);
-        load_listed(piece);
+        if (p_.report && warp_ + lane_ == 0) check_list_lengths(p_, piece);
+        if (p_.extra.count > 0) {
+          const ListKeys keys(p_.selected, p_.extra, piece.request);
+          each_listed(piece, keys, [&](bool is_extra, int row) {
+            if (is_extra) {
+              gather_listed(p_.extra, {by_extra_size_, p_.extra.page_size}, row);
+            } else {
+              gather_listed(p_.selected, paging_, row);
+            }
+          });
+        } else {
+          each_listed(piece, [&](int row) { gather_listed(p_.selected, paging_, row); });
+        }
       }
     } else {
       int first_page = speculate(walk.entry().begin_work, walk.entry().begin_tile);
@@ -154,38 +167,12 @@ class Loader : QuarterPages<Paging> {
         [&](int tile, int page) { gather(piece, tile, page); });
   }
 
-  // Lists: an index a lane, of two tiles at a time, and those of the next two are on their way.
-  __device__ void load_listed(const Piece& piece) {
-    int next = listed_row(piece, 0), rows = 0;
-    for (int t = 0; t < piece.num_tiles; ++t, ++count_) {
-      if (t % 2 == 0) {
-        rows = next;
-        next = listed_row(piece, t + 2);
-      }
-      const int row = __shfl_sync(0xffffffffu, rows, t % 2 * kTokens + lane_ % kTokens);
-      if (p_.report) check_row(piece, first_token(piece.first_tile + t) + lane_ % kTokens, row);
-      gather_listed(row);
-    }
-  }
-
-  __device__ int listed_row(const Piece& piece, int t) const {
-    t += lane_ / kTokens;
-    const int key = first_token(piece.first_tile + t) + lane_ % kTokens;
-    return t < piece.num_tiles && key < piece.keys.end ? p_.selected.list(piece.request)[key] : -1;
-  }
-
-  // Checked mode: what is past the pool. It is left out in any case.
-  __device__ void check_row(const Piece& piece, int key, int row) const {
-    if (lane_ >= kTokens || key >= piece.keys.end || row < p_.selected.num_rows) return;
-    record_fault(p_.report, {p_.report_op, kReportRowIndex, piece.request, key, row, p_.selected.num_rows});
-  }
-
   // Rows that a list names, of row lane % 16; zeros where there is none. Rows of 512 values have no rope part.
-  __device__ void gather_listed(int row) const {
-    const bool there = p_.selected.has_row(row);
+  __device__ void gather_listed(const SelectedRows& pool, const Paging& paging, int row) const {
+    const bool there = pool.has_row(row);
     const uint32_t listed = __ballot_sync(0xffffffffu, there && lane_ < kTokens);
-    const int64_t offset = there ? kElement * (paging_.cell(row) * p_.kv_stride_page +
-                                               static_cast<int64_t>(paging_.offset(row)) * p_.kv_stride_token)
+    const int64_t offset = there ? kElement * (paging.cell(row) * pool.stride_page +
+                                               static_cast<int64_t>(paging.offset(row)) * pool.stride_token)
                                  : -1;
     const RingPlace place = ring_place(count_, warp_);
     const uint32_t full = full_barrier<At>(shared_, place.position);
@@ -193,7 +180,7 @@ class Loader : QuarterPages<Paging> {
     if (lane_ == 0) {
       reinterpret_cast<volatile uint16_t*>(base_ + At::kListed)[place.position] = static_cast<uint16_t>(listed);
     }
-    copy_rows(place, offset, !p_.shared_rows);
+    copy_rows(pool.pages, place, offset, !p_.shared_rows);
     attnops::sm90::arrive_after_copies(full);
     if (lane_ == 0) attnops::sm90::mbarrier_arrive(full);
     __syncwarp();
@@ -245,13 +232,13 @@ class Loader : QuarterPages<Paging> {
             : kElement * (page * p_.kv_stride_page + static_cast<int64_t>(paging_.offset(key)) * p_.kv_stride_token);
     const RingPlace place = ring_place(count_, warp_);
     attnops::sm90::mbarrier_wait(empty_barrier<At>(shared_, place.position), place.parity ^ 1);
-    copy_rows(place, offset, true);
+    copy_rows(p_.kv_pages, place, offset, true);
     attnops::sm90::arrive_after_copies(full_barrier<At>(shared_, place.position));
   }
 
   // `offset` is where row lane % 16 begins, in bytes from the pool, or below 0: zeros.
-  __device__ void copy_rows(const RingPlace& place, int64_t offset, bool with_rope) const {
-    const uint8_t* pool = static_cast<const uint8_t*>(p_.kv_pages) + lane_ % 8 * 16;
+  __device__ void copy_rows(const void* pages, const RingPlace& place, int64_t offset, bool with_rope) const {
+    const uint8_t* pool = static_cast<const uint8_t*>(pages) + lane_ % 8 * 16;
 #pragma unroll 1
     for (int i = 0; i < kTokens / 4; ++i) {
       const int row = 4 * i + lane_ / 8;
@@ -276,6 +263,7 @@ class Loader : QuarterPages<Paging> {
   const CUtensorMap* map_;
   uint8_t* const base_;
   const uint32_t shared_;
+  const Divisor& by_extra_size_;
   const uint64_t read_once_;
   Guess guess_{{0, 0, 0, 0}, 0, nullptr, 0};
   int loaded_ = 0;  // tiles of the first piece, by a guess

@@ -118,15 +118,8 @@ class Loader : QuarterPages<Paging> {
     if (at.cut < at.cuts) {
       Piece piece;
       Walk<At>::describe(p_, at, piece);
-      if (p_.report && warp_ + lane_ == 0) {
-        check_list_length(p_, piece);
-        if constexpr (kTwoLists) check_extra_length(p_, piece);
-      }
-      if constexpr (kTwoLists) {
-        load_two_lists(piece, at.keys);
-      } else {
-        load_listed(piece);
-      }
+      if (p_.report && warp_ + lane_ == 0) check_list_lengths(p_, piece);
+      load_lists(piece, at.keys);
     } else if constexpr (At::kQueriesInRing) {
       for (int i = 0; i < kQueryStages; ++i) attnops::sm90::mbarrier_wait(At::full_barrier(shared_, i), 0);
     }
@@ -136,9 +129,9 @@ class Loader : QuarterPages<Paging> {
 
  private:
   static constexpr bool kSelects = At::kOptions == Options::kSelected;
-  static constexpr bool kTwoLists = kSelects && At::kFormat == Format::kShared;
-
-  static constexpr bool kRopeApart = At::kFormat != Format::kShared;  // of queries, behind the latent part
+  static constexpr bool kShared = At::kFormat == Format::kShared;
+  static constexpr bool kTwoLists = kSelects && kShared;  // in every call, as V4 has them
+  static constexpr bool kRopeApart = !kShared;            // of queries, behind the latent part
 
   __device__ int first_pages(const SplitKvEntry& entry, int first_request) const {
     return kSelects ? kUnknown : speculate(first_request, entry.begin_tile);
@@ -148,10 +141,7 @@ class Loader : QuarterPages<Paging> {
     Piece piece;
     while (walk.next(p_, piece)) {
       if constexpr (kSelects) {
-        if (p_.report && warp_ + lane_ == 0) {
-          check_list_length(p_, piece);
-          if constexpr (kTwoLists) check_extra_length(p_, piece);
-        }
+        if (p_.report && warp_ + lane_ == 0) check_list_lengths(p_, piece);
       } else {
         check_length(piece);
       }
@@ -192,56 +182,19 @@ class Loader : QuarterPages<Paging> {
   }
 
   __device__ void load_piece(const Piece& piece, int first_page) {
-    if constexpr (kTwoLists) return load_two_lists(piece, ListKeys(p_.selected, p_.extra, piece.request));
-    if constexpr (kSelects) return load_listed(piece);
+    if constexpr (kSelects) return load_lists(piece, ListKeys(p_.selected, p_.extra, piece.request));
     constexpr Options kTrees = At::kOptions == Options::kCommon ? Options::kCommon : Options::kAll;
     each_tile<kTrees>(
         piece, first_page, [&](int, int tile, int pages, int first_lane) { load_boxes(tile, pages, first_lane); },
         [&](int tile, int page) { gather(piece, tile, page); });
   }
 
-  // Lists: an index a lane, of two tiles at a time, and those of the next two are on their way.
-  __device__ void load_listed(const Piece& piece) {
-    int next = listed_row(piece, 0), rows = 0;
-    for (int t = 0; t < piece.num_tiles; ++t, ++count_) {
-      if (t % 2 == 0) {
-        rows = next;
-        next = listed_row(piece, t + 2);
-      }
-      const int row = __shfl_sync(0xffffffffu, rows, t % 2 * kTokens + lane_ % kTokens);
-      if (p_.report) check_row(piece, first_token(piece.first_tile + t) + lane_ % kTokens, row);
-      copy_listed(row);
+  __device__ void load_lists(const Piece& piece, const ListKeys& keys) {
+    if (kTwoLists || p_.extra.count > 0) {
+      each_listed(piece, keys, [&](bool is_extra, int row) { copy_of_two(is_extra, row); });
+    } else {
+      each_listed(piece, [&](int row) { copy_listed(row); });
     }
-  }
-
-  // The same of two lists: no tile has keys of both.
-  __device__ void load_two_lists(const Piece& piece, const ListKeys& keys) {
-    int next = listed_row(piece, keys, 0), rows = 0;
-    for (int t = 0; t < piece.num_tiles; ++t, ++count_) {
-      if (t % 2 == 0) {
-        rows = next;
-        next = listed_row(piece, keys, t + 2);
-      }
-      const int row = __shfl_sync(0xffffffffu, rows, t % 2 * kTokens + lane_ % kTokens);
-      const int key = first_token(piece.first_tile + t) + lane_ % kTokens;
-      const bool is_extra = key >= keys.second;
-      if (p_.report) check_row(piece, key, is_extra, is_extra ? key - keys.second : key, row);
-      copy_shared(is_extra, row);
-    }
-  }
-
-  __device__ int listed_row(const Piece& piece, const ListKeys& keys, int t) const {
-    t += lane_ / kTokens;
-    const int key = first_token(piece.first_tile + t) + lane_ % kTokens;
-    if (t >= piece.num_tiles) return -1;
-    if (key < keys.first) return p_.selected.list(piece.request)[key];
-    return key >= keys.second && key < keys.end ? p_.extra.list(piece.request)[key - keys.second] : -1;
-  }
-
-  __device__ int listed_row(const Piece& piece, int t) const {
-    t += lane_ / kTokens;
-    const int key = first_token(piece.first_tile + t) + lane_ % kTokens;
-    return t < piece.num_tiles && key < piece.keys.end ? p_.selected.list(piece.request)[key] : -1;
   }
 
   __device__ void load_boxes(int tile, int pages, int first_lane) const {
@@ -309,8 +262,8 @@ class Loader : QuarterPages<Paging> {
     attnops::sm90::mbarrier_arrive(At::full_barrier(shared_, at.slot));
   }
 
-  // Of rows of 584 bytes, of the first pool or the second.
-  __device__ void copy_shared(bool is_extra, int row) const {
+  // The same of the first pool or the second; of rows of 584 bytes with their scales.
+  __device__ void copy_of_two(bool is_extra, int row) const {
     const SelectedRows& pool = is_extra ? p_.extra : p_.selected;
     const bool there = pool.has_row(row);
     const uint32_t listed = __ballot_sync(0xffffffffu, there && lane_ < kTokens);
@@ -322,8 +275,13 @@ class Loader : QuarterPages<Paging> {
       token = paging.offset(row);
     }
     const RingSlot<At> at(count_);
-    bring_rows<kSharedDataBytes>(at, page + int64_t{token} * kSharedDataBytes, listed);
     const uint32_t full = At::full_barrier(shared_, at.slot);
+    if constexpr (!kShared) {
+      bring_rows<At::Rows::kRowBytes>(at, page + token * pool.stride_token, listed);
+      attnops::sm90::mbarrier_arrive(full);
+      return;
+    }
+    bring_rows<kSharedDataBytes>(at, page + int64_t{token} * kSharedDataBytes, listed);
     if (lane_ < kTokens) {
       attnops::sm90::mbarrier_arrive(full);
     } else {  // not by lane 0: only a plain arrival comes behind what it has stored
@@ -365,19 +323,6 @@ class Loader : QuarterPages<Paging> {
       for (int i = lane_ * 16; i < kBytes; i += 32 * 16) clear16(row + i);
     }
     attnops::sm90::fence_async_proxy();  // the copy engine writes there next
-  }
-
-  // Checked mode, of lists: what is past the pool. It is left out in any case.
-  __device__ void check_row(const Piece& piece, int key, bool is_extra, int position, int row) const {
-    const int64_t num_rows = is_extra ? p_.extra.num_rows : p_.selected.num_rows;
-    if (lane_ >= kTokens || !is_readable(p_, piece, key) || row < num_rows) return;
-    const ReportKind kind = is_extra ? kReportExtraRowIndex : kReportRowIndex;
-    record_fault(p_.report, {p_.report_op, kind, piece.request, position, row, num_rows});
-  }
-
-  __device__ void check_row(const Piece& piece, int key, int row) const {
-    if (lane_ >= kTokens || !is_readable(p_, piece, key) || row < p_.selected.num_rows) return;
-    record_fault(p_.report, {p_.report_op, kReportRowIndex, piece.request, key, row, p_.selected.num_rows});
   }
 
   // Four lanes copy the 64 bytes of a row's piece.
