@@ -106,7 +106,7 @@ void expand_rows_cpu(const Tensor& seqlens, const Tensor& rows, const Tensor& to
     report_bounds(p.report, kReportExpandRows, p.cu_seqlens_q, request, p.num_rows);
   }
   faults.check();
-  for (int64_t row = 0; row < p.num_rows; ++row) expand_row(p, row);
+  cpu::expand_rows(p);
 }
 
 void run_logits(const char* op, LogitsParams p) {
