@@ -2,8 +2,7 @@
 #include <cstring>
 
 #include "cpu/convert.h"
-#include "cpu/quantize_key.h"
-#include "sparse_indexer/cpu/quantize.h"
+#include "cpu/row_rounding.h"
 #include "sparse_indexer/keys.h"
 
 // Each function takes a range of rows, so that the caller splits the work over its threads.
@@ -26,15 +25,14 @@ inline void load_values(DType dtype, const void* data, int64_t at, int dim, floa
   }
 }
 
-// `dim` values from element `at` on, as e4m3; returns their scale. `rounding`: null for the definition of right.
+using attnops::cpu::RowRounding;
+
+// `dim` values from element `at` on, as e4m3; returns their scale.
 inline float quantize_row(const RowRounding* rounding, const Quantization& how, DType dtype, const void* data,
                           int64_t at, int dim, uint8_t* out) {
   float x[128];
   load_values(dtype, data, at, dim, x);
-  if (rounding == nullptr) return attnops::cpu::quantize_key(how, x, dim, out);
-  const float scale = key_scale(rounding->rotate(x, dim, how.hadamard ? hadamard_factor(dim) : 0.f), how.ue8m0);
-  rounding->round(x, dim, scale, out);
-  return scale;
+  return attnops::cpu::quantize_key(rounding, how, x, dim, out);
 }
 
 inline void store_index_k(const StoreIndexParams& p, const RowRounding* rounding, int64_t begin, int64_t end) {
