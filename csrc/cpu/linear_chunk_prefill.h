@@ -46,7 +46,7 @@ struct alignas(64) ChunkScratch {
   const void *k_rows[kChunk], *q_rows[kChunk], *v_rows[kChunk], *z_rows[kChunk];
   void* out_rows[kChunk];
   const void* pointers[kMaxStateDim];
-  const void* outside[5 * kChunk];
+  const void* outside[6 * kChunk];
 };
 
 // One per thread, for ever: nothing in it outlives a task.
@@ -81,7 +81,7 @@ class ChunkPrefill {
   // What the heads of a group share: keys and queries of `count` tokens from `first` on. Those of `more` tokens behind
   // them are needed soon.
   void begin_chunk(int group, int64_t first, int count, int more) {
-    first_ = first, count_ = count, n_ = count > kKeyMultiple ? kChunk : kKeyMultiple;
+    first_ = first, count_ = count, more_ = more, n_ = count > kKeyMultiple ? kChunk : kKeyMultiple;
     const int keys = p_.key_dim;
     find_rows(p_.k, group, s_.k_rows);
     find_rows(p_.q, group, s_.q_rows);
@@ -106,8 +106,8 @@ class ChunkPrefill {
     }
   }
 
-  // The chunk through head `head`, the `of`-th of the span.
-  void take(int head, int of) {
+  // The chunk through head `head`, the `of`-th of the span. `next` comes behind it, or is the span's first head again.
+  void take(int head, int of, int next) {
     const int keys = p_.key_dim, values = p_.value_dim;
     float* state = s_.states[of];
     delta_ ? find_delta_gates(head) : find_ssd_gates(head);
@@ -117,6 +117,7 @@ class ChunkPrefill {
     const int skipped = delta_ ? 0 : n_;
     float* by_queries = s_.by_state + n_ * values;
     find_outside_rows(head);
+    if (p_.gate_per_channel) find_next_gates(head, next);
     // Their first bytes, which are all where keys are as wide as values.
     RowsAhead ahead(s_.outside, num_outside_, values * size_of(p_.dtype));
     num_outside_ = 0;
@@ -363,6 +364,15 @@ class ChunkPrefill {
     }
   }
 
+  void find_next_gates(int head, int next) {
+    const int64_t begin = next > head ? first_ : first_ + count_, end = next > head ? first_ + count_ : begin + more_;
+    const int64_t size = size_of(p_.gate_dtype);
+    for (int64_t t = begin; t < end; ++t) {
+      const int64_t at = t * p_.a.stride_request + next * p_.a.stride_head;
+      s_.outside[num_outside_++] = static_cast<const char*>(p_.a.data) + at * size;
+    }
+  }
+
   void store(int head, const float* acc) {
     kernels_.finish({.acc = acc,
                      .factor = s_.out_factor,
@@ -381,7 +391,7 @@ class ChunkPrefill {
   const ChunkKernels& kernels_;
   ChunkScratch& s_;
   int64_t first_ = 0;
-  int count_ = 0, n_ = 0, num_outside_ = 0;
+  int count_ = 0, more_ = 0, n_ = 0, num_outside_ = 0;
 };
 
 }  // namespace attnops::cpu
