@@ -2,11 +2,20 @@
 #include <torch/csrc/stable/ops.h>
 
 #include "compressed_kv/checks.h"
+#include "compressed_kv/cpu/entry_values_loops.h"
 #include "compressed_kv/cpu/reference.h"
+#include "cpu/isa.h"
 #include "torch_bindings/cpu_faults.h"
 
 namespace attnops::compressed_kv {
 namespace {
+
+cpu::EntryValues entry_values() {
+  const Isa isa = attnops::cpu::current_isa();
+  return isa == Isa::kScalar ? &cpu::entry_values_here
+         : isa == Isa::kAvx2 ? &cpu::avx2_entry_values
+                             : &cpu::avx512_entry_values;
+}
 
 void compress_plan_cpu(const Tensor& entry_indptr, const Tensor& cache_seqlens, const Tensor& cu_seqlens_q,
                        int64_t ratio, const OptionalTensor& report) {
@@ -31,11 +40,9 @@ void compress_kv_cpu(const Tensor& kv_pages, const Tensor& state, const Tensor& 
   p.report = faults.report();
   for (int64_t request = 0; request < p.batch_size; ++request) report_request(p, request, p.report);
   faults.check();
-  torch::stable::parallel_for(0, most_entries(p), 1, [&](int64_t begin, int64_t end) {
-    if (p.dtype == DType::kFloat32) return cpu::compress<float>(p, begin, end);
-    if (p.dtype == DType::kFloat16) return cpu::compress<cpu::Float16>(p, begin, end);
-    cpu::compress<cpu::BFloat16>(p, begin, end);
-  });
+  const cpu::Tools tools{entry_values(), attnops::cpu::row_rounding()};
+  torch::stable::parallel_for(0, most_entries(p), 1,
+                              [&](int64_t begin, int64_t end) { cpu::compress(p, tools, begin, end); });
   torch::stable::parallel_for(0, p.batch_size, 1, [&](int64_t begin, int64_t end) { cpu::keep(p, begin, end); });
   faults.check();
 }

@@ -89,6 +89,7 @@ const TileOps& amx_tile_ops() {
                                    .gemm = &gemm_amx,
                                    .gemm_ahead = &gemm_unasked<gemm_amx>,
                                    .gemm_rows = nullptr,
+                                   .split = &split_into_bf16,
                                    .transpose = &transpose_floats,
                                    .softmax = &softmax<StoreBf16>,
                                    .store_rows = &store_rows};

@@ -17,6 +17,7 @@ const TileOps& avx2_tile_ops() {
                                    .gemm = &gemm_floats<6, 1>,
                                    .gemm_ahead = &gemm_unasked<gemm_floats<6, 1>>,
                                    .gemm_rows = &gemm_rows_floats<4, 2>,
+                                   .split = nullptr,
                                    .transpose = &transpose_floats,
                                    .softmax = &softmax<StoreFloat>,
                                    .store_rows = &store_rows};

@@ -152,6 +152,7 @@ const TileOps& avx512bf16_tile_ops() {
                                    .gemm = &gemm_bf16,
                                    .gemm_ahead = &gemm_bf16_ahead,
                                    .gemm_rows = &gemm_rows_bf16,
+                                   .split = &split_into_bf16,
                                    .transpose = &transpose_floats,
                                    .softmax = &softmax<StoreBf16>,
                                    .store_rows = &store_rows};

@@ -69,7 +69,8 @@ template <>
 inline Float8E4M3 from_float<Float8E4M3>(float x) {
   const int32_t bits = std::bit_cast<int32_t>(x);
   const int32_t magnitude = bits & 0x7FFFFFFF;
-  const int32_t normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3);
+  const uint32_t halfway = static_cast<uint32_t>(magnitude) + 0x7FFFF + ((magnitude >> 20) & 1);  // NaN beyond int32_t
+  const int32_t normal = static_cast<int32_t>(halfway >> 20) - ((127 - 7) << 3);
   // Subnormal: adding 2^14 aligns the lowest kept bit (2^-9) with the float's last one, and the FPU rounds to even.
   const int32_t subnormal = std::bit_cast<int32_t>(std::bit_cast<float>(magnitude) + 0x1p14f) & 0xF;
   int32_t code = magnitude < std::bit_cast<int32_t>(0x1p-6f) ? subnormal : normal;

@@ -9,7 +9,8 @@ template <>
 inline Float8E5M2 from_float<Float8E5M2>(float x) {
   const int32_t bits = std::bit_cast<int32_t>(x);
   const int32_t magnitude = bits & 0x7FFFFFFF;
-  const int32_t normal = ((magnitude + 0xFFFFF + ((magnitude >> 21) & 1)) >> 21) - ((127 - 15) << 2);
+  const uint32_t halfway = static_cast<uint32_t>(magnitude) + 0xFFFFF + ((magnitude >> 21) & 1);  // NaN beyond int32_t
+  const int32_t normal = static_cast<int32_t>(halfway >> 21) - ((127 - 15) << 2);
   const int32_t subnormal = std::bit_cast<int32_t>(std::bit_cast<float>(magnitude) + 0x1p7f) & 0x7;
   int32_t code = magnitude < std::bit_cast<int32_t>(0x1p-14f) ? subnormal : normal;
   code = magnitude >= std::bit_cast<int32_t>(61440.f) ? 0x7B : code;

@@ -20,12 +20,14 @@ struct ChunkWeights {
   int count;
 };
 
-// U of (1 + L) U = v_factor V - state_factor KS, in V's place.
+// U of (1 + L) U = v_factor V - state_factor KS, in V's place. With `written` it is what the products write: rows times
+// `written`, rounded to bf16 before later rows see them. So these take back what rounding did.
 struct ChunkSolve {
   float* u;                              // [count, n]: V; overwritten
   const float* ks;                       // [count, n]: what the state at the chunk's begin says to the keys
   const float* l;                        // [count, ld], below the diagonal
   const float *v_factor, *state_factor;  // [count]
+  const float *written, *unwritten;      // [ld], or null: factors of rows, and one by them
   int64_t ld;
   int count, n;  // n: a multiple of 16
 };

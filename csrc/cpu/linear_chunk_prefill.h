@@ -13,6 +13,9 @@
 //   S = e_last S + (D_last K)^T U.
 // Keys and queries go into the products as they are; their norms, decays and the system of equations are float32, and
 // so is the state between chunks, [key_dim, value_dim].
+// Where elements are bf16, keys that are alike make L large, and rounding must not grow with it. So U is rounded, with
+// the decays up to the chunk's end, while the system is solved: later tokens take the error back. The weights of U are
+// split, and so are keys that decay by channel.
 namespace attnops::cpu {
 
 inline constexpr int kHeadsAtOnce = 4;  // of a group: they share what keys and queries say to each other
@@ -30,6 +33,9 @@ struct alignas(64) ChunkScratch {
   float rows[kChunk * kMaxStateDim], columns[kMaxStateDim * kChunk];
   float dots[2 * kChunk * kChunk];  // k_t k_s, q_t k_s
   float l[kChunk * kChunk], p[kChunk * kChunk], p_elements[kChunk * kChunk];
+  float p_rest[kChunk * kChunk / 2], key_rest[kMaxStateDim * kChunk / 2], key_rest_panels[kChunk * kMaxStateDim / 2];
+  float split[2][kChunk * kMaxStateDim / 2];
+  float written[kChunk], unwritten[kChunk];
   float left[kChunk], key_norm[kChunk], query_norm[kChunk];
   float decay[kChunk], coefficient[kChunk], from_begin[kChunk], state_factor[kChunk], out_factor[kChunk];
   float fade[kMaxStateDim];  // the decay from the chunk's begin to its end, by channel
@@ -40,7 +46,7 @@ struct alignas(64) ChunkScratch {
   const void *k_rows[kChunk], *q_rows[kChunk], *v_rows[kChunk], *z_rows[kChunk];
   void* out_rows[kChunk];
   const void* pointers[kMaxStateDim];
-  const void* outside[5 * kChunk];
+  const void* outside[6 * kChunk];
 };
 
 // One per thread, for ever: nothing in it outlives a task.
@@ -55,7 +61,12 @@ class ChunkPrefill {
   static bool takes(const LinearStep& p) { return p.key_dim % kKeyMultiple == 0 && p.value_dim % kPanel == 0; }
 
   ChunkPrefill(const LinearPrefill& p, bool delta, const TileOps& ops, const ChunkKernels& kernels)
-      : p_(p.step), delta_(delta), ops_(ops), kernels_(kernels), s_(chunk_scratch_of_thread()) {}
+      : p_(p.step),
+        delta_(delta),
+        splits_(delta && ops.split != nullptr),
+        ops_(ops),
+        kernels_(kernels),
+        s_(chunk_scratch_of_thread()) {}
 
   const TileOps& ops() const { return ops_; }
 
@@ -70,7 +81,7 @@ class ChunkPrefill {
   // What the heads of a group share: keys and queries of `count` tokens from `first` on. Those of `more` tokens behind
   // them are needed soon.
   void begin_chunk(int group, int64_t first, int count, int more) {
-    first_ = first, count_ = count, n_ = count > kKeyMultiple ? kChunk : kKeyMultiple;
+    first_ = first, count_ = count, more_ = more, n_ = count > kKeyMultiple ? kChunk : kKeyMultiple;
     const int keys = p_.key_dim;
     find_rows(p_.k, group, s_.k_rows);
     find_rows(p_.q, group, s_.q_rows);
@@ -90,13 +101,13 @@ class ChunkPrefill {
     find_columns(s_.keys);
     for (int r = 0; r < n_; r += kKeyMultiple) {  // no token meets a later one
       const int columns = r + kKeyMultiple;
-      if (delta_) meet(r, kKeyMultiple, columns, at(s_.keys_queries, r * keys));
-      meet(n_ + r, kKeyMultiple, columns, at(queries(), r * keys));
+      if (delta_) meet(r, kKeyMultiple, columns, at(s_.keys_queries, r * keys), s_.key_panels, false);
+      meet(n_ + r, kKeyMultiple, columns, at(queries(), r * keys), s_.key_panels, false);
     }
   }
 
-  // The chunk through head `head`, the `of`-th of the span.
-  void take(int head, int of) {
+  // The chunk through head `head`, the `of`-th of the span. `next` comes behind it, or is the span's first head again.
+  void take(int head, int of, int next) {
     const int keys = p_.key_dim, values = p_.value_dim;
     float* state = s_.states[of];
     delta_ ? find_delta_gates(head) : find_ssd_gates(head);
@@ -106,6 +117,7 @@ class ChunkPrefill {
     const int skipped = delta_ ? 0 : n_;
     float* by_queries = s_.by_state + n_ * values;
     find_outside_rows(head);
+    if (p_.gate_per_channel) find_next_gates(head, next);
     // Their first bytes, which are all where keys are as wide as values.
     RowsAhead ahead(s_.outside, num_outside_, values * size_of(p_.dtype));
     num_outside_ = 0;
@@ -122,12 +134,15 @@ class ChunkPrefill {
                     .ld = n_,
                     .count = count_});
     kernels_.load_rows(s_.u, values, s_.v_rows, n_, values, values, p_.dtype, 1.f);
+    if (splits_) find_written();
     if (delta_) {
       kernels_.solve({.u = s_.u,
                       .ks = s_.by_state,
                       .l = s_.l,
                       .v_factor = s_.coefficient,
                       .state_factor = s_.state_factor,
+                      .written = splits_ ? s_.written : nullptr,
+                      .unwritten = s_.unwritten,
                       .ld = n_,
                       .count = count_,
                       .n = values});
@@ -136,21 +151,31 @@ class ChunkPrefill {
     }
     if (!p_.gate_per_channel) kernels_.scale_rows(by_queries, values, s_.from_begin, count_, values);
     pack_rows(s_.u_panels, s_.u, n_);
-    to_elements(s_.p_elements, s_.p, n_, n_);
-    for (int r = 0; r < count_; r += kKeyMultiple) {
-      ops_.gemm(by_queries + r * values, values, at(s_.p_elements, r * n_), n_, s_.u_panels, n_,
-                std::min(kKeyMultiple, count_ - r), values, r + kKeyMultiple, true);
+    if (splits_) {
+      ops_.split(s_.p_elements, s_.p_rest, s_.p, s_.unwritten, n_, n_);
+      weigh_u(by_queries, s_.p_rest);
+    } else {
+      to_elements(s_.p_elements, s_.p, n_, n_);
     }
+    weigh_u(by_queries, s_.p_elements);
     store(head, by_queries);
-    kernels_.scale_rows(s_.u, values, s_.left, n_, values);
-    pack_rows(s_.u_panels, s_.u, n_);
+    if (!is_written_) {
+      kernels_.scale_rows(s_.u, values, s_.left, n_, values);
+      pack_rows(s_.u_panels, s_.u, n_);
+    }
     kernels_.scale_rows(state, values, s_.fade, keys, values);
+    if (splits_ && p_.gate_per_channel) {
+      ops_.gemm(state, values, s_.key_rest, n_, s_.u_panels, n_, keys, values, n_, true);
+    }
     ops_.gemm(state, values, s_.key_columns, n_, s_.u_panels, n_, keys, values, n_, true);
   }
 
  private:
   // Element i of what is of the tiles' type.
   void* at(void* elements, int i) const { return static_cast<char*>(elements) + i * ops_.element_size; }
+  const void* at(const void* elements, int i) const {
+    return static_cast<const char*>(elements) + i * ops_.element_size;
+  }
   void* queries() const { return at(s_.keys_queries, n_ * p_.key_dim); }
 
   const char* row_of(const StepRows& rows, int of, int64_t t) const {
@@ -176,12 +201,39 @@ class ChunkPrefill {
   // Of rows [n, key_dim], decayed to the chunk's end by channel.
   void find_columns(const float* rows) {
     ops_.transpose(s_.columns, n_, rows, p_.key_dim, n_, p_.key_dim);
-    to_elements(s_.key_columns, s_.columns, n_, p_.key_dim);
+    if (splits_ && p_.gate_per_channel) {
+      ops_.split(s_.key_columns, s_.key_rest, s_.columns, nullptr, p_.key_dim, n_);
+    } else {
+      to_elements(s_.key_columns, s_.columns, n_, p_.key_dim);
+    }
   }
 
   // `count` rows of keys or queries against the first `columns` keys of the panels: rows of `dots` from `row` on.
-  void meet(int row, int count, int columns, const void* rows) {
-    ops_.gemm(s_.dots + row * n_, n_, rows, p_.key_dim, s_.key_panels, p_.key_dim, count, columns, p_.key_dim, false);
+  void meet(int row, int count, int columns, const void* rows, const void* panels, bool more) {
+    ops_.gemm(s_.dots + row * n_, n_, rows, p_.key_dim, panels, p_.key_dim, count, columns, p_.key_dim, more);
+  }
+
+  // Adds what the weights make of U.
+  void weigh_u(float* to, const void* weights) {
+    const int values = p_.value_dim;
+    for (int r = 0; r < count_; r += kKeyMultiple) {
+      ops_.gemm(to + r * values, values, at(weights, r * n_), n_, s_.u_panels, n_, std::min(kKeyMultiple, count_ - r),
+                values, r + kKeyMultiple, true);
+    }
+  }
+
+  // What rows of U are written with: what is left of them at the chunk's end. Where that is little a power of two is
+  // missing, which `left` becomes, and rows go to the state behind one more multiplication.
+  void find_written() {
+    constexpr float kLittle = 0x1p-64f;
+    is_written_ = true;
+    for (int t = 0; t < n_; ++t) {
+      const float left = s_.left[t], missing = left >= kLittle ? 1.f : left > 0.f ? kLittle : 0.f;
+      s_.written[t] = missing > 0.f ? left / missing : 1.f;
+      s_.unwritten[t] = 1.f / s_.written[t];
+      s_.left[t] = missing;
+      is_written_ = is_written_ && (t >= count_ || missing == 1.f);
+    }
   }
 
   void find_delta_gates(int head) {
@@ -257,18 +309,30 @@ class ChunkPrefill {
     std::fill_n(s_.fade, keys, 1.f);
     for (int first = 0; first < n_; first += kChunkBlock) {
       const int earlier = static_cast<int>(round_up_to(first, kKeyMultiple));
-      rows_of(s_.ahead, first, int64_t{keys} * 4);
-      std::fill(s_.pointers + first, s_.pointers + earlier, nullptr);
-      if (first > 0) ops_.pack_keys(s_.key_panels, s_.pointers, earlier, keys, keys, DType::kFloat32);
+      if (first > 0 && splits_) {
+        ops_.split(s_.split[0], s_.split[1], s_.ahead, nullptr, first, keys);
+        pack_ahead(s_.key_panels, s_.split[0], first, earlier, DType::kBFloat16);
+        pack_ahead(s_.key_rest_panels, s_.split[1], first, earlier, DType::kBFloat16);
+      } else if (first > 0) {
+        pack_ahead(s_.key_panels, s_.ahead, first, earlier, DType::kFloat32);
+      }
       kernels_.spread_block(channels, first);
       for (int i = 0; i < 2 && first > 0; ++i) {
         to_elements(s_.block, s_.by_block + (i * n_ + first) * keys, keys, kChunkBlock);
-        meet(i * n_ + first, kChunkBlock, earlier, s_.block);
+        if (splits_) meet(i * n_ + first, kChunkBlock, earlier, s_.block, s_.key_rest_panels, false);
+        meet(i * n_ + first, kChunkBlock, earlier, s_.block, s_.key_panels, splits_);
       }
       kernels_.meet_in_block(channels, first);
     }
     to_elements(s_.keys_queries, s_.by_chunk, keys, 2 * n_);
     find_columns(s_.ahead);
+  }
+
+  // `count` rows of keys into panels of `columns` keys, of which the others are zeros.
+  void pack_ahead(void* panels, const void* rows, int count, int columns, DType dtype) {
+    rows_of(rows, count, int64_t{p_.key_dim} * size_of(dtype));
+    std::fill(s_.pointers + count, s_.pointers + columns, nullptr);
+    ops_.pack_keys(panels, s_.pointers, columns, p_.key_dim, p_.key_dim, dtype);
   }
 
   const void* const* rows_of(const void* rows, int count, int64_t bytes) {
@@ -300,6 +364,15 @@ class ChunkPrefill {
     }
   }
 
+  void find_next_gates(int head, int next) {
+    const int64_t begin = next > head ? first_ : first_ + count_, end = next > head ? first_ + count_ : begin + more_;
+    const int64_t size = size_of(p_.gate_dtype);
+    for (int64_t t = begin; t < end; ++t) {
+      const int64_t at = t * p_.a.stride_request + next * p_.a.stride_head;
+      s_.outside[num_outside_++] = static_cast<const char*>(p_.a.data) + at * size;
+    }
+  }
+
   void store(int head, const float* acc) {
     kernels_.finish({.acc = acc,
                      .factor = s_.out_factor,
@@ -313,12 +386,12 @@ class ChunkPrefill {
   }
 
   const LinearStep& p_;
-  bool delta_;
+  bool delta_, splits_, is_written_ = false;
   const TileOps& ops_;
   const ChunkKernels& kernels_;
   ChunkScratch& s_;
   int64_t first_ = 0;
-  int count_ = 0, n_ = 0, num_outside_ = 0;
+  int count_ = 0, more_ = 0, n_ = 0, num_outside_ = 0;
 };
 
 }  // namespace attnops::cpu

@@ -83,7 +83,7 @@ class HeadPrefill {
       if (whole) chunks_->begin_chunk(head / p_.step.heads_per_group, t, count, more);
       for (int i = 0; i < heads; ++i) {
         if (whole) {
-          chunks_->take(head + i, i);
+          chunks_->take(head + i, i, head + (i + 1) % heads);
         } else {
           chunks_->get_state(i, state_.data);
           walk_all(head + i, t, t + count, last);

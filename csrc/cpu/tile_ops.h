@@ -108,6 +108,10 @@ struct TileOps {
   void (*gemm_rows)(float* c, int64_t ldc, const void* a, int64_t lda, const void* const* rows, int m, int n, int k,
                     RowsAhead& ahead);
 
+  // high + rest = src[m, n], each rounded to elements: twice the digits, for two products. Columns are multiplied by
+  // factors first unless those are null. n: a multiple of kKeyMultiple. Null where elements are floats.
+  void (*split)(void* high, void* rest, const float* src, const float* factors, int m, int n);
+
   // dst[n, m] = transposed src[m, n]; m and n are multiples of kPanel.
   void (*transpose)(float* dst, int64_t ld_dst, const float* src, int64_t ld_src, int m, int n);
 

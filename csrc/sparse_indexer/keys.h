@@ -44,9 +44,8 @@ ATTNOPS_HOST_DEVICE inline KeyPlace place_of(const GatherIndexParams& p, int64_t
   return {0, 0, false};
 }
 
-// What token row `row` sees: nothing where it is of no request.
-ATTNOPS_HOST_DEVICE inline void expand_row(const ExpandParams& p, int64_t row) {
-  const int64_t request = request_of(p.cu_seqlens_q, p.batch_size, row);
+// What token row `row` of `request` sees: nothing where that is -1.
+ATTNOPS_HOST_DEVICE inline void expand_row(const ExpandParams& p, int64_t row, int64_t request) {
   int64_t length = 0;
   if (request >= 0) {  // the last of a request's tokens sees all of it
     const int64_t later = p.cu_seqlens_q[request + 1] - 1 - row;
@@ -55,6 +54,10 @@ ATTNOPS_HOST_DEVICE inline void expand_row(const ExpandParams& p, int64_t row) {
   p.seqlens[row] = static_cast<int32_t>(length);
   p.rows[row] = static_cast<int32_t>(max_of<int64_t>(request, 0));
   p.topk_length[row] = static_cast<int32_t>(min_of<int64_t>(length, p.topk));
+}
+
+ATTNOPS_HOST_DEVICE inline void expand_row(const ExpandParams& p, int64_t row) {
+  expand_row(p, row, request_of(p.cu_seqlens_q, p.batch_size, row));
 }
 
 }  // namespace attnops::sparse_indexer

@@ -60,17 +60,12 @@ void topk_select_cpu(const Tensor& indices, const OptionalTensor& positions, con
                                             page_size, offsets, report}));
 }
 
-const cpu::RowRounding* row_rounding() {
-  const Isa isa = attnops::cpu::current_isa();
-  return isa == Isa::kScalar ? nullptr : isa == Isa::kAvx2 ? &cpu::avx2_row_rounding : &cpu::avx512_row_rounding;
-}
-
 void store_index_k_cpu(const Tensor& index_pages, const Tensor& k, const Tensor& out_cache_loc, bool hadamard,
                        bool ue8m0, const OptionalTensor& report) {
   StoreIndexParams p = checked_store_index(index_pages, k, out_cache_loc, hadamard, ue8m0, report);
   CpuFaults faults("store_index_k", "out_cache_loc", p.report);
   p.report = faults.report();
-  const cpu::RowRounding* const rounding = row_rounding();
+  const cpu::RowRounding* const rounding = attnops::cpu::row_rounding();
   torch::stable::parallel_for(0, p.num_tokens, 64,
                               [&](int64_t begin, int64_t end) { cpu::store_index_k(p, rounding, begin, end); });
   faults.check();
@@ -79,7 +74,7 @@ void store_index_k_cpu(const Tensor& index_pages, const Tensor& k, const Tensor&
 void quantize_index_q_cpu(const Tensor& q_fp8, const Tensor& weights_out, const Tensor& q, const Tensor& weights,
                           double scale, bool hadamard, bool ue8m0) {
   const QuantizeQueryParams p = checked_quantize_query(q_fp8, weights_out, q, weights, scale, hadamard, ue8m0);
-  const cpu::RowRounding* const rounding = row_rounding();
+  const cpu::RowRounding* const rounding = attnops::cpu::row_rounding();
   torch::stable::parallel_for(0, p.num_tokens * p.num_heads, 64,
                               [&](int64_t begin, int64_t end) { cpu::quantize_index_q(p, rounding, begin, end); });
 }
@@ -106,7 +101,7 @@ void expand_rows_cpu(const Tensor& seqlens, const Tensor& rows, const Tensor& to
     report_bounds(p.report, kReportExpandRows, p.cu_seqlens_q, request, p.num_rows);
   }
   faults.check();
-  for (int64_t row = 0; row < p.num_rows; ++row) expand_row(p, row);
+  cpu::expand_rows(p);
 }
 
 void run_logits(const char* op, LogitsParams p) {

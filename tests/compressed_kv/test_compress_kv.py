@@ -89,6 +89,37 @@ def test_index_keys(dim, rotate, ue8m0, device):
         assert torch.equal(got, scales)
 
 
+@pytest.mark.parametrize("isa", ["avx2", "avx512"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_every_instruction_set_has_these_bits(dtype, isa, monkeypatch):
+    """Of the scalar form: pages of every kind, scores of any size, channels that see nothing, subnormals of float16."""
+    for width, dim in {64: 64, 128: 128, 512: 512, 584: 512, 132: 128}.items():
+        for ratio, overlap in [(4, True), (9, False)]:
+            given = model(dim, ratio, overlap, dtype=dtype)
+            new = torch.randn(50, given.row)
+            half = given.row // 2
+            new[:, half:] *= torch.tensor([1.0, 30.0, 200.0, 0.0]).repeat(half // 4)
+            new[:, 3] *= 1e-6
+            new[5:, half + 8 :: 16], new[7, half + 1 :: 16], new[9, 2] = float("-inf"), 6e4, float("inf")
+            new[9, half + 2] = float("-inf")
+            pools = []
+            for which in ("scalar", isa):
+                monkeypatch.setenv("ATTNOPS_CPU_ISA", which)
+                if width in (132, 584):
+                    pages = torch.full((8, 7, width), 0x7F, dtype=torch.uint8)
+                else:
+                    pages = torch.full((8, 7, width), 7.0, dtype=torch.float32)
+                torch.manual_seed(1)
+                held = cache(given, 1, 60, pages)
+                held.tokens = [new.to(dtype)]
+                held.call(held.tokens)
+                pools.append(pages)
+            assert not (pools[0] == pages.new_full((), 0x7F if width in (132, 584) else 7)).all()
+            assert torch.equal(pools[0].view(torch.uint8), pools[1].view(torch.uint8))
+            if pages.dtype == torch.float32:
+                assert not pages.isnan().any()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_rejected_drafts_are_overwritten(device):
     given = model(64, 4, True)

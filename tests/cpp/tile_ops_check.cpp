@@ -238,6 +238,24 @@ void check_transpose(const TileOps& ops) {
   if (!std::isnan(dst.floats()[kRows])) fail(ops, "transpose beyond the row", dst.floats()[kRows], NAN);
 }
 
+// Both parts together have twice the digits of one.
+void check_split(const TileOps& ops) {
+  constexpr int kRows = 3, kColumns = 64;
+  if ((ops.split == nullptr) != (ops.element_size == 4)) fail(ops, "split of bf16 alone", ops.element_size, 2);
+  if (ops.split == nullptr) return;
+  Buffer src(kRows * kColumns * 4), factors(kColumns * 4), high(kRows * kColumns * 2), rest(kRows * kColumns * 2);
+  for (int i = 0; i < kRows * kColumns; ++i) src.floats()[i] = uniform(-1.f, 1.f);
+  for (int i = 0; i < kColumns; ++i) factors.floats()[i] = uniform(0.f, 4.f);
+  for (const float* by : {static_cast<const float*>(nullptr), static_cast<const float*>(factors.floats())}) {
+    ops.split(high.data(), rest.data(), src.floats(), by, kRows, kColumns);
+    for (int i = 0; i < kRows * kColumns; ++i) {
+      const float x = src.floats()[i] * (by == nullptr ? 1.f : by[i % kColumns]), h = element(ops, high.data(), i);
+      expect_close(ops, "split, high", h, to_float(from_float<BFloat16>(x)), 0);
+      expect_close(ops, "split, rest", element(ops, rest.data(), i), to_float(from_float<BFloat16>(x - h)), 0);
+    }
+  }
+}
+
 void check(const TileOps& ops, DType dtype) {
   std::vector<DType> kv_dtypes = {dtype, DType::kFloat8E4M3};
   if (ops.element_size == 2) kv_dtypes.push_back(DType::kFloat32);
@@ -254,6 +272,7 @@ void check(const TileOps& ops, DType dtype) {
   }
   for (const int n : {8, 32, 40, 128}) check_store(ops, dtype, n);
   check_transpose(ops);
+  check_split(ops);
   std::printf("%s %s ok\n", ops.name, name_of(dtype));
 }
 

@@ -121,6 +121,44 @@ def test_chunks_of_any_length_on_the_cpu(io, dims, isa, kind, monkeypatch):
         assert torch.equal(alone, out[case.bounds[i] : case.bounds[i + 1]]) and torch.equal(kept[i], states[i])
 
 
+def bf16_prompt_on_the_cpu(k, g, b):
+    """Out and states of a prompt of one group, keys of 128 elements, and the same in float64."""
+    tokens, heads = b.shape
+    q, v = torch.randn(tokens, 1, 128).bfloat16(), torch.randn(tokens, heads, 128).bfloat16()
+    states, one = torch.zeros(1, heads, 128, 128), indices([0], "cpu")
+    given = {"cu_seqlens": indices([0, tokens], "cpu"), "prefix_lens": one, "state_indices": one}
+    out = ops.delta_prefill(q, k, v, g, b, states=states, **given)
+    S, rows = torch.zeros_like(states).double(), []
+    for t in range(tokens):
+        S, row = delta_step(S, *(x[t : t + 1].double() for x in (q, k, v, g, b)), 128**-0.5, True)
+        rows.append(row)
+    return out, states, torch.cat(rows), S
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+@pytest.mark.parametrize("noise, decay", [(0.3, 0.1), (0.3, 0.01), (0.0, 0.001), (0.0, 0.1)])
+def test_keys_that_are_alike_keep_their_precision(noise, decay, kind):
+    """Each token takes back nearly all that the one before wrote, so errors must not add up within a chunk."""
+    torch.manual_seed(0)
+    k = (torch.randn(1, 1, 128) + noise * torch.randn(256, 1, 128)).bfloat16()
+    g = -decay * torch.rand(*((256, 2, 128) if kind == "kda" else (256, 2)))
+    out, states, rows, S = bf16_prompt_on_the_cpu(k, g, torch.ones(256, 2))
+    assert relative(out, rows) < 4.5e-3 and relative(states, S) < 4.5e-3
+
+
+@pytest.mark.parametrize("noise", [0.0, 100.0])
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_what_is_left_of_old_tokens_alone_is_the_state(kind, noise):
+    """The second half of a chunk writes nothing, and leaves 2^-74 of the first."""
+    torch.manual_seed(0)
+    k = (torch.randn(1, 1, 128) + noise * torch.randn(64, 1, 128)).bfloat16()
+    g, b = torch.full((64, 2, 128) if kind == "kda" else (64, 2), -0.01), torch.ones(64, 2)
+    g[32:], b[32:] = -1.6, 0.0
+    out, states, rows, S = bf16_prompt_on_the_cpu(k, g, b)
+    assert 0 < S.abs().max() < 1e-18
+    assert relative(out, rows) < 6e-3 and relative(states, S) < 6e-3
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["gdn", "ssd"])
 @pytest.mark.parametrize("keys, values", [(128, 128), (64, 64)])

@@ -128,8 +128,8 @@ def test_rotated_products_are_products():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("dim", "page_size"), [(128, 64), (64, 5), (128, 1)])
-def test_keys_are_gathered_by_request(dim, page_size, device):
+@pytest.mark.parametrize(("dim", "page_size", "gap"), [(128, 64, 0), (64, 5, 0), (128, 1, 0), (128, 64, 16)])
+def test_keys_are_gathered_by_request(dim, page_size, gap, device):
     lengths, spare = [0, 130, 1, 0, 64, 63], 5
     counts = [-(-n // page_size) for n in lengths]
     pages = pages_of(sum(counts) + 2, page_size, dim, device)
@@ -137,8 +137,8 @@ def test_keys_are_gathered_by_request(dim, page_size, device):
     for request, count in enumerate(counts):
         table[request, :count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32)
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()
-    k = torch.full((sum(lengths) + spare, dim), 9, dtype=torch.uint8, device=device)
-    scales = torch.full((sum(lengths) + spare,), -5.0, device=device)
+    wide = torch.full((sum(lengths) + spare, dim + gap), 9, dtype=torch.uint8, device=device)
+    k, scales = wide[:, :dim], torch.full((sum(lengths) + spare,), -5.0, device=device)
     ops.gather_index_k(k, scales, pages, table.to(device), bounds.to(device))
     row = 0
     for request, length in enumerate(lengths):
@@ -148,7 +148,7 @@ def test_keys_are_gathered_by_request(dim, page_size, device):
             assert torch.equal(k[row].cpu(), key.view(torch.uint8))
             assert torch.equal(scales[row].cpu().view(torch.int32), scale.view(torch.int32))
             row += 1
-    assert (k[row:] == 9).all() and (scales[row:] == -5).all()
+    assert (k[row:] == 9).all() and (wide[:, dim:] == 9).all() and (scales[row:] == -5).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,18 +1,17 @@
 #pragma once
-#include <cmath>
 #include <cstring>
 
+#include "compressed_kv/cpu/entry_values.h"
 #include "compressed_kv/entries.h"
 #include "cpu/convert.h"
-#include "cpu/quantize_key.h"
+#include "cpu/row_rounding.h"
 
-// The definition of right, and the production kernels too. Each function takes a range, so that the caller splits the
-// work over its threads.
+// All but the values of entries, which have a form per instruction set. Each function takes a range, so that the caller
+// splits the work over its threads.
 namespace attnops::compressed_kv::cpu {
 
 using attnops::cpu::BFloat16;
 using attnops::cpu::Float16;
-using attnops::cpu::Float8E4M3;
 using attnops::cpu::from_float;
 using attnops::cpu::to_float;
 
@@ -25,48 +24,30 @@ inline void plan(const PlanParams& p) {
   }
 }
 
-// Per channel: a softmax over the entry's tokens of score + ape weighs their values.
-template <typename T>
-void pool(const Params& p, const Entry& entry, float* x) {
-  const NewTokens tokens = new_tokens(p, entry.request);
-  const int width = p.width();
-  float highest[kMaxDim], total[kMaxDim];
-  for (int pass = 0; pass < 2; ++pass) {
-    for (int c = 0; c < p.dim; ++c) {
-      if (pass == 0) highest[c] = -INFINITY;
-      if (pass == 1) x[c] = total[c] = 0.f;
-    }
+// What an entry is made with.
+struct Tools {
+  EntryValues values;
+  const attnops::cpu::RowRounding* rounding;
+};
+
+// The tokens of an entry, oldest first.
+struct EntryTokens {
+  const void* values[2 * kMaxRatio];
+  const float* ape[2 * kMaxRatio];
+
+  int find(const Params& p, const Entry& entry) {
+    const NewTokens tokens = new_tokens(p, entry.request);
+    int count = 0;
     for (int64_t back = p.reach(); back > 0; --back) {
       const int64_t position = (entry.index + 1) * p.ratio - back;
       if (position < 0) continue;  // there is no group before the first
       const int part = p.overlap && back <= p.ratio ? p.dim : 0;
-      const T* values = reinterpret_cast<const T*>(token_row(p, entry.request, tokens, position)) + part;
-      const T* scores = values + width;
-      const float* ape = p.ape + position % p.ratio * width + part;
-      if (pass == 0) {
-        for (int c = 0; c < p.dim; ++c) {
-          const float score = to_float(scores[c]) + ape[c];
-          highest[c] = score > highest[c] || std::isnan(score) ? score : highest[c];
-        }
-        continue;
-      }
-      for (int c = 0; c < p.dim; ++c) {
-        if (highest[c] == -INFINITY) continue;
-        const float weight = std::exp(to_float(scores[c]) + ape[c] - highest[c]);
-        total[c] += weight;
-        if (weight != 0.f) x[c] += weight * to_float(values[c]);
-      }
+      values[count] = token_row(p, entry.request, tokens, position) + int64_t{part} * size_of(p.dtype);
+      ape[count++] = p.ape + position % p.ratio * p.width() + part;
     }
+    return count;
   }
-  for (int c = 0; c < p.dim; ++c) x[c] = total[c] == 0.f ? 0.f : x[c] / total[c];
-}
-
-inline void normalize(const Params& p, float* x) {
-  double sum = 0;
-  for (int c = 0; c < p.dim; ++c) sum += double{x[c]} * x[c];
-  const float factor = 1.f / std::sqrt(static_cast<float>(sum / p.dim) + p.eps);
-  for (int c = 0; c < p.dim; ++c) x[c] *= factor * p.norm_weight[c];
-}
+};
 
 inline void rotate(const Params& p, int64_t position, float* x) {
   const float* cosine = p.cos_sin + position * kRopeDim;
@@ -86,7 +67,7 @@ void store_values(const Params& p, const float* x, uint8_t* row) {
   for (int c = 0; c < p.dim; ++c) reinterpret_cast<T*>(row)[c] = from_float<T>(x[c]);
 }
 
-inline void store_shared(const Params& p, const Place& place, const float* x) {
+inline void store_shared(const Params& p, const Tools& tools, const Place& place, const float* x) {
   uint8_t* const page = p.pages + place.page * p.stride_page;
   uint8_t* const row = page + int64_t{place.offset} * kSharedRowDataBytes;
   uint8_t* const scales =
@@ -94,7 +75,8 @@ inline void store_shared(const Params& p, const Place& place, const float* x) {
   for (int first = 0; first < kSharedRowNope; first += kSharedRowScaleWidth) {
     float block[kSharedRowScaleWidth];
     std::memcpy(block, x + first, sizeof block);
-    const float scale = attnops::cpu::quantize_key({false, true}, block, kSharedRowScaleWidth, row + first);
+    const float scale =
+        attnops::cpu::quantize_key(tools.rounding, {false, true}, block, kSharedRowScaleWidth, row + first);
     scales[first / kSharedRowScaleWidth] = static_cast<uint8_t>(bits_of(scale) >> 23);
   }
   for (int c = 0; c < kSharedRowRope; ++c) {
@@ -103,11 +85,12 @@ inline void store_shared(const Params& p, const Place& place, const float* x) {
   }
 }
 
-inline void store(const Params& p, const Place& place, float* x) {
-  if (p.kind == RowKind::kShared) return store_shared(p, place, x);
+inline void store(const Params& p, const Tools& tools, const Place& place, float* x) {
+  if (p.kind == RowKind::kShared) return store_shared(p, tools, place, x);
   uint8_t* const page = p.pages + place.page * p.stride_page;
   if (p.kind == RowKind::kIndex) {
-    const float scale = attnops::cpu::quantize_key(p.how, x, p.dim, page + int64_t{place.offset} * p.dim);
+    const float scale =
+        attnops::cpu::quantize_key(tools.rounding, p.how, x, p.dim, page + int64_t{place.offset} * p.dim);
     std::memcpy(page + int64_t{p.page_size} * p.dim + int64_t{place.offset} * 4, &scale, sizeof scale);
     return;
   }
@@ -117,18 +100,26 @@ inline void store(const Params& p, const Place& place, float* x) {
   store_values<BFloat16>(p, x, row);
 }
 
-template <typename T>
-void compress(const Params& p, int64_t begin, int64_t end) {
+inline void compress(const Params& p, const Tools& tools, int64_t begin, int64_t end) {
+  EntryTokens tokens;
   for (int64_t number = begin; number < end; ++number) {
     const Entry entry = entry_of(p, number);
     if (entry.request < 0 || !has_rotation(p, entry, p.report)) continue;
     const Place place = place_of(p, entry, p.report);
     if (!place.valid) continue;
     float x[kMaxDim];
-    pool<T>(p, entry, x);
-    normalize(p, x);
+    const int count = tokens.find(p, entry);
+    tools.values({.dim = p.dim,
+                  .count = count,
+                  .dtype = p.dtype,
+                  .to_scores = p.width(),
+                  .values = tokens.values,
+                  .ape = tokens.ape,
+                  .norm_weight = p.norm_weight,
+                  .eps = p.eps},
+                 x);
     rotate(p, entry.index * p.ratio, x);
-    store(p, place, x);
+    store(p, tools, place, x);
   }
 }
 

@@ -77,6 +77,27 @@ void load_rows_as_bf16(void* dst, int64_t ld, const void* const* rows, int m, in
   });
 }
 
+void split_into_bf16(void* high, void* rest, const float* src, const float* factors, int m, int n) {
+  uint16_t *to_high = static_cast<uint16_t*>(high), *to_rest = static_cast<uint16_t*>(rest);
+  for (int r = 0; r < m; ++r) {
+    for (int i = 0; i < n; i += 2 * Vec::kWidth) {
+      const int64_t at = static_cast<int64_t>(r) * n + i;
+      Vec::F x[2];
+#pragma GCC unroll 2
+      for (int j = 0; j < 2; ++j) {
+        x[j] = Vec::load(src + at + j * Vec::kWidth);
+        if (factors != nullptr) x[j] = Vec::mul(x[j], Vec::load(factors + i + j * Vec::kWidth));
+      }
+      _mm512_storeu_si512(to_high + at, (__m512i)_mm512_cvtne2ps_pbh(x[1], x[0]));
+#pragma GCC unroll 2
+      for (int j = 0; j < 2; ++j) {
+        x[j] = Vec::sub(x[j], Vec::load_as<DType::kBFloat16>(to_high, at + j * Vec::kWidth, Vec::kWidth));
+      }
+      _mm512_storeu_si512(to_rest + at, (__m512i)_mm512_cvtne2ps_pbh(x[1], x[0]));
+    }
+  }
+}
+
 // Sixteen keys by 32 elements are a 16 x 16 matrix of pairs: transposed, they are 16 rows of a panel.
 template <DType kType>
 void pack_keys_from(uint16_t* dst, const void* const* rows, int n, int k, int k_padded) {

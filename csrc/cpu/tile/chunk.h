@@ -1,6 +1,7 @@
 #pragma once
 #include <cstdint>
 
+#include "core/linear_prefill.h"
 #include "cpu/linear_chunk.h"
 #include "cpu/tile/rows.h"
 #include "cpu/tile/softmax.h"
@@ -155,13 +156,20 @@ void weigh_chunk(const ChunkWeights& w) {
 }
 
 // Row by row, kVecs vectors of columns in registers.
-template <int kVecs>
+template <int kVecs, bool kWritten>
 inline void solve_columns(const ChunkSolve& c, int at) {
   constexpr int kWidth = Vec::kWidth;
   for (int t = 0; t < c.count; ++t) {
     float* row = c.u + static_cast<int64_t>(t) * c.n + at;
     const float* ks = c.ks + static_cast<int64_t>(t) * c.n + at;
     const float* l = c.l + t * c.ld;
+    alignas(64) float l_of_written[kChunk];
+    if constexpr (kWritten) {
+      for (int s = 0; s < t; s += kWidth) {
+        Vec::store(l_of_written + s, Vec::mul(Vec::load(l + s), Vec::load(c.unwritten + s)));
+      }
+      l = l_of_written;
+    }
     const Vec::F v_factor = Vec::set(c.v_factor[t]), state_factor = Vec::set(-c.state_factor[t]);
     Vec::F acc[kVecs];
 #pragma GCC unroll 8
@@ -175,16 +183,24 @@ inline void solve_columns(const ChunkSolve& c, int at) {
       for (int i = 0; i < kVecs; ++i) acc[i] = Vec::fma(x, Vec::load(earlier + i * kWidth), acc[i]);
     }
 #pragma GCC unroll 8
-    for (int i = 0; i < kVecs; ++i) Vec::store(row + i * kWidth, acc[i]);
+    for (int i = 0; i < kVecs; ++i) {
+      if constexpr (kWritten) acc[i] = Vec::to_bf16(Vec::mul(acc[i], Vec::set(c.written[t])));
+      Vec::store(row + i * kWidth, acc[i]);
+    }
   }
 }
 
-void solve_chunk(const ChunkSolve& c) {
+template <bool kWritten>
+void solve_all_columns(const ChunkSolve& c) {
   constexpr int kVecs = 8;
   int at = 0;
-  for (; at + kVecs * Vec::kWidth <= c.n; at += kVecs * Vec::kWidth) solve_columns<kVecs>(c, at);
-  for (; at + 4 * Vec::kWidth <= c.n; at += 4 * Vec::kWidth) solve_columns<4>(c, at);
-  for (; at < c.n; at += Vec::kWidth) solve_columns<1>(c, at);
+  for (; at + kVecs * Vec::kWidth <= c.n; at += kVecs * Vec::kWidth) solve_columns<kVecs, kWritten>(c, at);
+  for (; at + 4 * Vec::kWidth <= c.n; at += 4 * Vec::kWidth) solve_columns<4, kWritten>(c, at);
+  for (; at < c.n; at += Vec::kWidth) solve_columns<1, kWritten>(c, at);
+}
+
+void solve_chunk(const ChunkSolve& c) {
+  c.written == nullptr ? solve_all_columns<false>(c) : solve_all_columns<true>(c);
 }
 
 void scale_chunk_rows(float* rows, int64_t ld, const float* factors, int m, int n) {

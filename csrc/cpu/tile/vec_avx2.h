@@ -44,6 +44,15 @@ struct Vec {
     return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
   }
 
+  static F to_bf16(F x) {
+    const __m256i bits = _mm256_castps_si256(x);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i half = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF));
+    const __m256i rounded = _mm256_and_si256(_mm256_add_epi32(bits, half), _mm256_set1_epi32(~0xFFFF));
+    return select(_mm256_cmp_ps(x, x, _CMP_UNORD_Q), _mm256_castsi256_ps(_mm256_set1_epi32(0x7FC00000)),
+                  _mm256_castsi256_ps(rounded));
+  }
+
   static Mask mask(const uint64_t* bits, int column) {
     const __m256i each = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
     const __m256i byte = _mm256_set1_epi32(static_cast<int>(bits[column / 64] >> (column % 64)) & 0xFF);
@@ -80,12 +89,7 @@ struct Vec {
       store_128(static_cast<uint16_t*>(row) + at, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
     }
     if constexpr (kType == DType::kBFloat16) {
-      const __m256i bits = _mm256_castps_si256(x);
-      const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-      const __m256i rounded =
-          _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd), 16);
-      const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-      const __m256i narrow = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7FC0), is_nan);
+      const __m256i narrow = _mm256_srli_epi32(_mm256_castps_si256(to_bf16(x)), 16);
       store_128(static_cast<uint16_t*>(row) + at,
                 _mm_packus_epi32(_mm256_castsi256_si128(narrow), _mm256_extracti128_si256(narrow, 1)));
     }

@@ -37,6 +37,16 @@ struct Vec {
   }
   static F times_power_of_two(F y, F whole) { return _mm512_scalef_ps(y, whole); }
 
+  // The nearest bf16, of two the even one.
+  static F to_bf16(F x) {
+    const __m512i bits = _mm512_castps_si512(x);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i half = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF));
+    const __m512i rounded = _mm512_and_si512(_mm512_add_epi32(bits, half), _mm512_set1_epi32(~0xFFFF));
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    return _mm512_castsi512_ps(_mm512_mask_blend_epi32(is_nan, rounded, _mm512_set1_epi32(0x7FC00000)));
+  }
+
   // Bits [column, column + kWidth) of a row of bits.
   static Mask mask(const uint64_t* bits, int column) { return static_cast<Mask>(bits[column / 64] >> (column % 64)); }
   static F select(Mask m, F a, F b) { return _mm512_mask_blend_ps(m, b, a); }
@@ -76,12 +86,7 @@ struct Vec {
                                _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
     }
     if constexpr (kType == DType::kBFloat16) {
-      const __m512i bits = _mm512_castps_si512(x);
-      const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-      const __m512i half = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF));
-      const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, half), 16);
-      const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-      const __m512i narrow = _mm512_mask_blend_epi32(is_nan, rounded, _mm512_set1_epi32(0x7FC0));
+      const __m512i narrow = _mm512_srli_epi32(_mm512_castps_si512(to_bf16(x)), 16);
       _mm256_mask_storeu_epi16(static_cast<uint16_t*>(row) + at, m, _mm512_cvtepi32_epi16(narrow));
     }
   }

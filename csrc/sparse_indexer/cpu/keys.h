@@ -2,8 +2,7 @@
 #include <cstring>
 
 #include "cpu/convert.h"
-#include "cpu/quantize_key.h"
-#include "sparse_indexer/cpu/quantize.h"
+#include "cpu/row_rounding.h"
 #include "sparse_indexer/keys.h"
 
 // Each function takes a range of rows, so that the caller splits the work over its threads.
@@ -26,15 +25,14 @@ inline void load_values(DType dtype, const void* data, int64_t at, int dim, floa
   }
 }
 
-// `dim` values from element `at` on, as e4m3; returns their scale. `rounding`: null for the definition of right.
+using attnops::cpu::RowRounding;
+
+// `dim` values from element `at` on, as e4m3; returns their scale.
 inline float quantize_row(const RowRounding* rounding, const Quantization& how, DType dtype, const void* data,
                           int64_t at, int dim, uint8_t* out) {
   float x[128];
   load_values(dtype, data, at, dim, x);
-  if (rounding == nullptr) return attnops::cpu::quantize_key(how, x, dim, out);
-  const float scale = key_scale(rounding->rotate(x, dim, how.hadamard ? hadamard_factor(dim) : 0.f), how.ue8m0);
-  rounding->round(x, dim, scale, out);
-  return scale;
+  return attnops::cpu::quantize_key(rounding, how, x, dim, out);
 }
 
 inline void store_index_k(const StoreIndexParams& p, const RowRounding* rounding, int64_t begin, int64_t end) {
@@ -57,19 +55,40 @@ inline void quantize_index_q(const QuantizeQueryParams& p, const RowRounding* ro
   }
 }
 
+// Rows in their order: mostly of the request of the row before, or of the next one.
+inline void expand_rows(const ExpandParams& p) {
+  const auto is_of = [&](int64_t row, int64_t request) {
+    return request >= 0 && request < p.batch_size && p.cu_seqlens_q[request] <= row &&
+           row < p.cu_seqlens_q[request + 1];
+  };
+  int64_t request = -1;
+  for (int64_t row = 0; row < p.num_rows; ++row) {
+    if (!is_of(row, request) && !is_of(row, ++request)) request = request_of(p.cu_seqlens_q, p.batch_size, row);
+    expand_row(p, row, request);
+  }
+}
+
+// Keys of a page lie side by side, and so do their scales: a request's share of a page is copied at once.
 inline void gather_index_k(const GatherIndexParams& p, int64_t begin, int64_t end) {
-  for (int64_t key = begin; key < end; ++key) {
+  const size_t size = static_cast<size_t>(p.pages.dim);
+  const bool dense = p.stride_k == p.pages.dim;
+  for (int64_t key = begin, count; key < end; key += count) {
+    count = 1;
     const int64_t request = request_of(p.cu_seqlens, p.batch_size, key);
     if (request < 0) continue;
-    const KeyPlace place = place_of(p, request, key - p.cu_seqlens[request]);
-    uint8_t* const out = p.k + key * p.stride_k;
-    const size_t size = static_cast<size_t>(p.pages.dim);
-    if (place.valid) {
-      std::memcpy(out, p.pages.key(place.page, place.offset), size);
-    } else {
-      std::memset(out, 0, size);
+    const int64_t first = p.cu_seqlens[request], last = min_of<int64_t>(end, p.cu_seqlens[request + 1]);
+    const KeyPlace place = place_of(p, request, key - first);
+    if (!place.valid) {
+      std::memset(p.k + key * p.stride_k, 0, size);
+      p.k_scale[key] = 0.f;
+      continue;
     }
-    p.k_scale[key] = place.valid ? *p.pages.scale(place.page, place.offset) : 0.f;
+    count = min_of<int64_t>(last - key, p.pages.page_size - place.offset);
+    const uint8_t* const keys = p.pages.key(place.page, place.offset);
+    for (int64_t i = 0; i < count; i += dense ? count : 1) {
+      std::memcpy(p.k + (key + i) * p.stride_k, keys + static_cast<size_t>(i) * size, dense ? count * size : size);
+    }
+    std::memcpy(p.k_scale + key, p.pages.scale(place.page, place.offset), static_cast<size_t>(count) * sizeof(float));
   }
 }
 

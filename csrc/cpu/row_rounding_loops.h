@@ -1,9 +1,9 @@
 #pragma once
-#include "sparse_indexer/cpu/quantize.h"
+#include "cpu/row_rounding.h"
 
 // Loops that the compiler makes vectors of. All is internal, so that no function compiled for one processor can be
 // taken for another's.
-namespace attnops::sparse_indexer::cpu {
+namespace attnops::cpu {
 namespace {
 
 // A stage adds and subtracts neighbours, and puts sums in front of differences. After all stages each value has met the
@@ -70,4 +70,4 @@ void round_here(const float* x, int dim, float scale, uint8_t* out) {
 }
 
 }  // namespace
-}  // namespace attnops::sparse_indexer::cpu
+}  // namespace attnops::cpu
