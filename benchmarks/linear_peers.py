@@ -292,12 +292,13 @@ class Peers:
             calls["FLA"] = PeerCall(call, lambda found: found[:2])
         if not channels and self.flashinfer_gdn and self.norm and self.gating and q.shape[-1] == v.shape[-1] == 128:
             prompts, norm, made, result = self.flashinfer_gdn, self.norm, self.gating, torch.empty_like(v)
+            longest = int(bounds.diff().max())  # it bounds the grids, as a server would
 
             def flashinfer() -> object:
                 g, beta = made(A_log, a, b, bias)  # type: ignore[misc]
                 unit = [t[0] if isinstance(t, tuple) else t for t in (norm(q), norm(k))]
                 return prompts(*unit, v, g[0].exp(), beta[0].float(), output_final_state=True, cu_seqlens=wide,
-                               output=result, output_state=states, state_indices=slots)  # fmt: skip
+                               output=result, output_state=states, state_indices=slots, max_seqlen=longest)  # fmt: skip
 
             calls["FlashInfer"] = PeerCall(flashinfer, lambda _: (result, pool()))
         if not channels and self.sglang_gdn and self.gating:
