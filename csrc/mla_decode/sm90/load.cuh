@@ -221,7 +221,8 @@ class Loader : BoxLoads {
     for (int i = 0; i < kRowsPerLane; ++i) {
       if (rows[i] < num_rows) continue;
       const int key = (piece.first_tile + t) * kPlanTileTokens + lane_ + 32 * i;
-      record_fault(p_.report, {p_.report_op, kind, piece.request, key - keys.begin_of(from.is_extra), rows[i], num_rows});
+      record_fault(p_.report,
+                   {p_.report_op, kind, piece.request, key - keys.begin_of(from.is_extra), rows[i], num_rows});
     }
   }
 

@@ -4,14 +4,15 @@
 
 namespace attnops::mla_decode::sm90 {
 
-// A list of rows as a page table of pages of one row, as the kernels walk it. Where a pool has no gaps, its pages are of
-// no meaning either. Without a plan there is a part for each SM.
+// A list of rows as a page table of pages of one row, as the kernels walk it. Where a pool has no gaps, its pages are
+// of no meaning either. Without a plan there is a part for each SM.
 inline Params as_page_table(Params p) {
   if (p.tile_scheduler_metadata == nullptr) p.num_sm_parts = device_sms("sparse_mla_prefill");
   p.division = work_division(1, p.num_q_heads, p.num_sm_parts);
   const bool has_scales_behind = p.shared_rows && p.kv_dtype == DType::kUInt8;
   for (SelectedRows* pool : {&p.selected, &p.extra}) {
-    if (has_scales_behind || pool->page_size <= 1 || pool->stride_page != pool->stride_token * pool->page_size) continue;
+    if (has_scales_behind || pool->page_size <= 1 || pool->stride_page != pool->stride_token * pool->page_size)
+      continue;
     pool->page_size = 1;
     pool->stride_page = pool->stride_token;
   }
