@@ -48,15 +48,7 @@ def test_long_prompts_of_bf16_equal_the_cpu_in_float32(seed, kind):
     dims = r.choice([(128, 128), (128, 64), (64, 128), (256, 64), (64, 200), (72, 24)])
     case = Case(100 + seed, "cuda", kind, torch.bfloat16, lengths, dims, kept=r.choice([torch.float32, torch.bfloat16]))
     out, states = case.run()
-    case.device = "cpu"
-    for name in ("q", "k", "v", "z"):
-        given = getattr(case, name)
-        setattr(case, name, None if given is None else given.float())
-    case.a, case.b = case.a.float(), case.b.float()
-    expected, after = case.run()
-    assert out.isfinite().all() and relative(out, expected) < OUT[torch.bfloat16]
-    for slot in range(len(after)):
-        assert relative(states[slot], after[slot]) < 1.2 * STATE[torch.bfloat16]
+    case.assert_as_the_cpu_in_float32(out, states)
 
 
 @pytest.mark.parametrize("device", DEVICES)

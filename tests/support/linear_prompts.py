@@ -6,7 +6,7 @@ import random
 
 import torch
 from attnops import ops
-from linear_reference import delta_gates, delta_step, ssd_step
+from linear_reference import delta_gates, delta_step, relative, ssd_step
 
 IO = [torch.float32, torch.float16, torch.bfloat16]
 OUT = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 6e-3}
@@ -83,6 +83,17 @@ class Case:
             gates = {"A_log": to(self.rate), "dt_bias": to(self.bias), "lower_bound": self.bound}
             out = ops.delta_prefill(q, k, v, a, b, **gates, **options)
         return out, states
+
+    def assert_as_the_cpu_in_float32(self, out, states):
+        """What a call in bf16 gave, beside the same inputs in float32 on the CPU; the case is these from then on."""
+        self.device = "cpu"
+        for name in ("q", "k", "v", "z", "a", "b"):
+            given = getattr(self, name)
+            setattr(self, name, None if given is None else given.float())
+        expected, after = self.run()
+        assert out.isfinite().all() and relative(out, expected) < OUT[torch.bfloat16]
+        for slot in range(len(after)):
+            assert relative(states[slot], after[slot]) < 1.2 * STATE[torch.bfloat16]
 
     def expected(self):
         """In float64."""
