@@ -48,7 +48,7 @@ void launch_decode(const DecodeParams& p, cudaStream_t stream) {
       launch_dependent<&fp4_decode_kernel<T, kDim, kRowTiles, false>>("fp4_decode_kernel", shape, stream, p);
     }
   }
-  launch_merge<T>(p, stream);
+  launch_merge<T, kDim>(p, stream);
 }
 
 template <typename T>
@@ -64,7 +64,7 @@ void launch_latents(const DecodeParams& p, cudaStream_t stream) {
       launch_dependent<&fp4_latent_kernel<T, false>>("fp4_latent_kernel", shape, stream, p);
     }
   }
-  launch_merge<T>(p, stream);
+  launch_merge<T, kLatentDimV>(p, stream);
 }
 
 struct Impl {
