@@ -410,13 +410,13 @@ class Peers:
         return calls
 
     def ssd_step(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, states: Tensor, slots: Tensor) -> Calls:
-        """With a D of zeros, since SGLang's call does not take None."""
+        """With a D of zeros, since neither call takes None."""
         calls: Calls = {}
         rate = A[:, None, None].expand(-1, *states.shape[2:])
         out, wide = torch.empty_like(x), dt.unsqueeze(-1).expand_as(x)
         bias = torch.zeros_like(A)[:, None].expand(-1, x.shape[-1])
         if self.mamba_step:
-            call = partial(self.mamba_step, states, x, wide, rate, B, C, dt_bias=bias, dt_softplus=True,
+            call = partial(self.mamba_step, states, x, wide, rate, B, C, D=bias, dt_bias=bias, dt_softplus=True,
                            state_batch_indices=slots)  # fmt: skip
             calls["mamba_ssm"] = PeerCall(call, lambda found: (found, _slots(states, slots)))
         if not self.ssm_step:

@@ -68,14 +68,15 @@ def _scratch(draw: Draw, of: Extents, channels: bool) -> Guarded:
 def _check_parts(prompts: Prompts, out: Tensor) -> None:
     """Each head, and each chunk of each request: a short error is small beside the whole."""
     of, expected = prompts.of, prompts.answer.out
+    bound = of.noise * OUT[of.io]
     for head in range(of.heads):
-        compare(f"out of head {head}", out[:, head], expected[:, head], OUT[of.io])
+        compare(f"out of head {head}", out[:, head], expected[:, head], bound)
     usual = float(expected.norm()) / max(of.total / CHUNK, 1) ** 0.5  # of a chunk
     for i, (count, prefix) in enumerate(zip(of.counts, of.prefix)):
         for begin in range(-(prefix % CHUNK), count, CHUNK):
             some = slice(of.bounds[i] + max(begin, 0), of.bounds[i] + min(begin + CHUNK, count))
             name = f"out of request {i} from token {max(begin, 0)}"
-            compare(name, out[some], expected[some], OUT[of.io], 0.2 * OUT[of.io] * usual)
+            compare(name, out[some], expected[some], bound, 0.2 * bound * usual)
 
 
 def right(draw: Draw) -> None:

@@ -59,6 +59,11 @@ class Extents:
     def total(self) -> int:
         return self.bounds[-1] + self.behind
 
+    @property
+    def noise(self) -> float:
+        """Roundings of bf16, in parts of the usual: in a chunk, what tokens of one key write nearly cancels."""
+        return 3.0 if self.delta and self.repeats > 2 else 1.0
+
 
 def _keys(draw: Draw, of: Extents) -> Tensor:
     k = draw.normal(of.total, of.groups, of.keys).to(of.io)
@@ -158,12 +163,12 @@ class Prompts:
 
     def check(self, out: Guarded, states: Tensor) -> None:
         of, answer = self.of, self.answer
-        compare("out", out.view, answer.out, OUT[of.io])
+        compare("out", out.view, answer.out, of.noise * OUT[of.io])
         untouched = [slot for slot in range(len(self.before)) if slot not in answer.states]
         chunks = CHUNKS_BF16 if of.io == torch.bfloat16 else 0.0
         bound = max(OUT[of.kept], chunks if self.draw.device == "cpu" else OUT[of.io])
         for slot, state in answer.states.items():
-            compare(f"slot {slot}", states[slot], state, bound)
+            compare(f"slot {slot}", states[slot], state, of.noise * bound)
         if not torch.equal(states.cpu()[untouched], self.before[untouched]):
             raise Failure("a slot that no request names has changed")
         out.check("out")

@@ -135,6 +135,7 @@ def prompts(state, bounds, **given):
 def selective_state_update(state, x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False,
                            state_batch_indices=None):  # fmt: skip
     given = {"states": state, "state_indices": state_batch_indices, "dt_bias": dt_bias[:, 0].contiguous()}
+    given["D"] = D[:, 0].contiguous()
     return ops.ssd_decode(x, dt[..., 0], A[:, 0, 0].contiguous(), B, C, dt_softplus=dt_softplus, **given)
 
 
