@@ -56,7 +56,7 @@ FAMILIES: dict[str, tuple[float, Callable[[Draw], None]]] = {
     "hostile trees": (3, speculation.hostile_trees),
     "linear steps": (8, linear.right_step),
     "linear prompts": (9, linear_prefill.right_prompts),
-    "cut prompts": (0.6, linear_cuts.right),
+    "cut prompts": (0.8, linear_cuts.right),
     "linear drafts": (10, linear_verify.right_drafts),
     "linear names": (3, linear_peers.right),
     "convolutions": (3, linear.right_convolution),

@@ -22,13 +22,13 @@ NAN = 0xFF  # of each byte
 
 
 def _rates(draw: Draw, heads: int) -> Tensor:
-    kinds = draw.pick([SLOW, SLOW, STRONG, SLOW + STRONG])
+    kinds = draw.pick([SLOW, SLOW, SLOW, SLOW + STRONG, SLOW + STRONG, STRONG])
     return torch.tensor([draw.pick(kinds) for _ in range(heads)])
 
 
 def _extents(draw: Draw) -> Extents:
     """One long prompt, alone or among others; tokens of no request fill the call up to what is cut."""
-    delta, batch, groups = draw.chance(0.65), draw.pick([1, 1, 1, 2, 2, 3]), draw.pick([1, 2])
+    delta, batch, groups = draw.chance(0.67), draw.pick([1, 1, 1, 2, 2, 3]), draw.pick([1, 2])
     heads, keys = groups * draw.pick([1, 2]), draw.pick([64, 64, 128, 128, 40, 72])
     rows = draw.pick([16, 64, 72, 128, 128])
     counts = [draw.number(1100, 3200), *(draw.length(700) for _ in range(batch - 1))]

@@ -76,7 +76,7 @@ def _given_as(draw: Draw, of: Extents, *tensors: Tensor | None) -> list[Tensor |
 
 def _delta(draw: Draw, of: Extents, q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable[..., Tensor], Rule, bool]:
     draw.saw("op delta_prefill")
-    channels = draw.chance(0.4)
+    channels = draw.chance(0.5)
     bound = draw.pick([0.0, -5.0]) if float(torch.as_tensor(of.decay).min()) >= 1 else 0.0  # a bounded one is strong
     gate = draw.pick([of.io, torch.float32])
     a = 2 * draw.normal(*(of.total, of.heads, of.keys) if channels else (of.total, of.heads)).to(gate)
