@@ -5,9 +5,10 @@ of the bytes that a call cannot avoid, at the rates of issue 21: 4.65 TB/s read,
 beside transformers' plain torch. `--peers` times SGLang's and FLA's kernels too, where `linear_peers.py` finds them: as
 many calls over the same slots, in a graph as well, replayed in turns with attnops. A peer is compared with attnops
 first, and not timed where the two differ. Prompts of a delta rule of at most 2048 tokens also have their errors, and
-the peers', against float64 token by token. `--flashinfer` adds FlashInfer's gated delta rule. `linear_warm.py` compiles
-the other peers' kernels before, in many processes. `--only first` times the first call of each op in a process of its
-own. `--write` records each cell as it is done.
+the peers', against float64 token by token. `--flashinfer` adds FlashInfer's gated delta rule, and `--also` peers that
+have to be there, on the path or in `--peer-folder`. `linear_warm.py` compiles the other peers' kernels before, in many
+processes. `--only first` times the first call of each op in a process of its own. `--write` records each cell as it is
+done.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from attnops import ops
 from attnops.backends.linear import takes_one_launch
 from linear_cells import (
+    BOUNDED,
     CONV_DECODES,
     CONV_DRAFTS,
     CONVOLUTIONS,
@@ -36,7 +38,7 @@ from linear_cells import (
     Model,
     drawn_cells,
 )
-from linear_peers import Calls, Peers, quick_tuning, torch_chunk
+from linear_peers import REQUESTED, Calls, Peers, quick_tuning, torch_chunk
 from linear_timing import COPY, READ, Check, Timing, both
 from records import Record, cpu_name, write
 from torch import Tensor
@@ -132,8 +134,16 @@ class Bench(Timing):
             self.records.append(Record("linear_first_call", "attnops", params, ms=told["first"], note=note, **device))
             print(f"{'linear_first_call':16s} {told['first']:9.2f} ms  {note}  {params}", flush=True)
 
-    def prefill(self, model: Model, lengths: list[int], floor_us: float, kept: torch.dtype = torch.float32) -> None:
-        """Ragged prompts from nothing."""
+    def prefill(
+        self,
+        model: Model,
+        lengths: list[int],
+        floor_us: float,
+        kept: torch.dtype = torch.float32,
+        lower_bound: float = 0.0,
+        gate_bias: float = 0.0,
+    ) -> None:
+        """Ragged prompts from nothing. lower_bound, gate_bias: of a delta rule's gates, for all heads and channels."""
         total, batch = sum(lengths), len(lengths)
         bounds, zeros = self.indices([sum(lengths[:i]) for i in range(batch + 1)]), self.indices([0] * batch)
         per_head, calls, beside = torch.zeros(model.heads, device=self.device), [], []
@@ -142,11 +152,12 @@ class Bench(Timing):
             q, k = self.tensor(total, model.groups, model.keys), self.tensor(total, model.groups, model.keys)
             v = self.tensor(total, model.heads, model.values)
             a = self.tensor(total, model.heads, *([model.keys] if model.channels else []))
-            b, bias = self.tensor(total, model.heads), torch.zeros(a.shape[1:], device=self.device)
+            b, bias = self.tensor(total, model.heads), torch.full(a.shape[1:], gate_bias, device=self.device)
             states = torch.zeros(batch, model.heads, model.values, model.keys, dtype=kept, device=self.device)
             given = {"states": states, "cu_seqlens": bounds, "prefix_lens": zeros, "out": torch.empty_like(v)}
             given |= {"state_indices": slots, "plan": ops.delta_plan(bounds)}
             if model.delta:
+                given["lower_bound"] = lower_bound
                 call = partial(ops.delta_prefill, q, k, v, a, b, A_log=per_head, dt_bias=bias, **given)
             else:
                 dt = None if model.constant else a
@@ -158,10 +169,12 @@ class Bench(Timing):
             if self.device == "cpu" and model.delta and not model.channels:
                 turn |= torch_chunk(q, k, v, a, b, per_head, bias, batch)
             if model.delta and max(lengths) <= EXACT:
-                exact = partial(_exact_prompts, (q, k, v, a, b), per_head, bias, states.shape, lengths)
+                tokens = (q, k, v, a, b)
+                exact = partial(_exact_prompts, tokens, per_head, bias, states.shape, lengths, lower_bound)
             checks.append(Check(given["out"], [states], slots, exact=exact))
             if self.peers and model.delta:
-                turn |= self.peers.delta_prompts(q, k, v, a, b, per_head, bias, states, slots, bounds)
+                bound = (lower_bound,) if lower_bound else ()
+                turn |= self.peers.delta_prompts(q, k, v, a, b, per_head, bias, states, slots, bounds, *bound)
             elif self.peers and model.constant:
                 turn |= self.peers.lightning(q, k, v, per_head - 1, states, slots, bounds, False)
             elif self.peers:
@@ -171,6 +184,7 @@ class Bench(Timing):
         of_all = f"{batch} x {lengths[0]}" if len(set(lengths)) == 1 else drawn
         params = {"model": model.name, "lengths": of_all}
         params |= {} if kept == torch.float32 else {"states": str(kept).removeprefix("torch.")}
+        params |= {"lower_bound": lower_bound, "gate_bias": gate_bias} if lower_bound else {}
         self.cell("linear_prefill", params, calls, floor_us / 1e3, beside, checks[0] if self.peers else None)
 
     def verify(
@@ -237,6 +251,9 @@ class Bench(Timing):
         if only in ("", "prefill", "few"):
             for prompts in FEW_HEADS:
                 self.tried(self.prefill, *prompts)
+        if only in ("", "prefill", "bounded"):
+            for cell in BOUNDED:
+                self.tried(self.prefill, *cell)
         if only in ("", "verify"):
             for drafts in VERIFIES:
                 self.tried(self.verify, *drafts)
@@ -323,11 +340,16 @@ class Bench(Timing):
 
 
 def _exact_prompts(
-    tokens: tuple[Tensor, ...], A_log: Tensor, bias: Tensor, shape: torch.Size, lengths: list[int]
+    tokens: tuple[Tensor, ...],
+    A_log: Tensor,
+    bias: Tensor,
+    shape: torch.Size,
+    lengths: list[int],
+    lower_bound: float,
 ) -> tuple[Tensor, Tensor]:
     """Out ``[T, HV, V]`` and states of ragged prompts in float64, a token of all requests at a time."""
     q, k, v, a, b = (x.double() for x in tokens)
-    g, beta = delta_gates(a, b, A_log.double(), bias.double(), 0.0)
+    g, beta = delta_gates(a, b, A_log.double(), bias.double(), lower_bound)
     counts = torch.tensor(lengths, device=v.device)
     starts, out = counts.cumsum(0) - counts, torch.zeros_like(v)
     states = torch.zeros(shape, dtype=torch.float64, device=v.device)
@@ -339,14 +361,31 @@ def _exact_prompts(
     return out, states
 
 
+def add_requests(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--also", default="", help=f"further peers, of {','.join(REQUESTED)}: each must start")
+    parser.add_argument("--peer-folder", type=Path, help="a folder that peers are imported from")
+
+
+def requested(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:
+    """Peers by `--also`, importable from `--peer-folder`."""
+    if (options.also or options.peer_folder) and not getattr(options, "peers", True):
+        parser.error("--also and --peer-folder need --peers")
+    if options.peer_folder:
+        if not options.peer_folder.is_dir():
+            parser.error(f"--peer-folder: expected a folder, got {options.peer_folder}")
+        sys.path.insert(0, str(options.peer_folder))
+    return [name for name in options.also.split(",") if name]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cpu", action="store_true", help="time the CPU's kernels")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--peers", action="store_true", help="time SGLang and FLA as well")
     parser.add_argument("--flashinfer", action="store_true", help="with --peers: FlashInfer, compiled at first calls")
+    add_requests(parser)
     parser.add_argument(
-        "--only", default="", help="a group: decode, conv_decode, convolve, prefill, few, verify, first"
+        "--only", default="", help="a group: decode, conv_decode, convolve, prefill, few, bounded, verify, first"
     )
     parser.add_argument("--seed", type=int, help="cells that this seed draws, in place of the fixed ones")
     parser.add_argument("--cells", type=int, default=40, help="how many of them")
@@ -356,9 +395,10 @@ def main() -> None:
     options = parser.parse_args()
     drawn = options.seed is not None
     name = f"{options.name}-linear" if options.cpu else f"h200-linear{'-drawn' if drawn else ''}"
+    also = requested(parser, options)
     if options.peers and not options.cpu:
         quick_tuning()
-    peers = Peers(options.flashinfer) if options.peers else None
+    peers = Peers(options.flashinfer, also) if options.peers else None
     bench = Bench("cpu" if options.cpu else "cuda", options.rounds, peers, name if options.write else "")
     bench.skip = options.skip
     if options.cpu:

@@ -56,6 +56,13 @@ GDN_FEW = [replace(GDN, name=f"GDN 16/32 / {ranks}", groups=16 // ranks, heads=3
 MAMBA2_FEW = replace(MAMBA2, name="Mamba2 128 x 64 x 128 / 4", groups=2, heads=32)
 FEW_HEADS = [(model, [tokens], tokens * model.heads / 4766) for model in GDN_FEW for tokens in (8192, 32768)]
 FEW_HEADS += [(MAMBA2_FEW, [1648], 4), (MAMBA2_FEW, [8192], 19)]
+# KDA with gates above -5. These forget in a token or two; with a bias of -6 half a state is left after some 35 tokens.
+KDA_FEW = replace(KDA64, name="KDA 64 / 8", groups=8, heads=8)
+BOUNDED = [
+    (model, lengths, floor, torch.float32, -5.0, bias)
+    for bias in (0.0, -6.0)
+    for model, lengths, floor in ((KDA64, [8192], 153), (KDA64, [1024] * 8, 167), (KDA_FEW, [8192], 19))
+]
 TREE = [-1, 0, 0, 1, 1, 2, 2, 3]  # parents
 DECODES += [(MAMBA2, n, torch.float32) for n in (1, 64, 256)] + [(LIGHTNING, 64, torch.float32)]
 VERIFIES = [(1, 4, False), (64, 4, False), (64, 8, False), (64, 8, True)]  # requests, drafts, whether a tree

@@ -1,6 +1,7 @@
 """Peers of `bench_linear.py`: SGLang's Triton kernels and FLA's, by their public functions, where they are found.
 
 FlashInfer's gated delta rule is a peer by request. Its kernels are compiled at their first call, some for each extent.
+So are mamba_ssm's kernels in Triton, causal-conv1d, FlashKDA and cuDNN's KDA. What is requested has to be there.
 
 SGLang's files ask its server for settings, which stand-ins answer here. Each function gives calls by the peer's name,
 or nothing where the peer has no such kernel. What a peer's step needs besides its main kernel, as gates, is in its
@@ -15,7 +16,7 @@ import importlib.util
 import inspect
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -111,11 +112,56 @@ def _import(name: str, function: str) -> Callable[..., object] | None:
         return None
 
 
-class Peers:
-    """What is found of SGLang and FLA, and with `flashinfer` of FlashInfer."""
+# What may be requested: its name in results, its package, and functions by the names of attributes of `Peers`.
+REQUESTED = {
+    "mamba": ("mamba_ssm", "mamba-ssm", {
+        "mamba_step": ("mamba_ssm.ops.triton.selective_state_update", "selective_state_update"),
+        "mamba_scan": ("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined"),
+    }),
+    "causal_conv1d": ("causal-conv1d", "causal-conv1d", {
+        "conv1d": ("causal_conv1d", "causal_conv1d_fn"),
+        "conv1d_step": ("causal_conv1d", "causal_conv1d_update"),
+    }),
+    "flashkda": ("FlashKDA", "tokenspeed-flashkda", {"flash_kda": ("flash_kda", "fwd")}),
+    "cudnn": ("cuDNN", "nvidia-cudnn-frontend", {
+        "cudnn_kda": ("cudnn.linear_attention.ops", "kimi_delta_attention"),
+    }),
+}  # fmt: skip
 
-    def __init__(self, flashinfer: bool = False) -> None:
+
+def _start(request: str) -> dict[str, Callable[..., object]]:
+    """The functions of a peer that was requested: one that does not start is an error."""
+    if request not in REQUESTED:
+        raise SystemExit(f"--also: expected some of {', '.join(REQUESTED)}, got {request}")
+    _, package, functions = REQUESTED[request]
+    try:
+        if request == "mamba":
+            _without_its_init("mamba_ssm")
+        return {name: getattr(importlib.import_module(path), of) for name, (path, of) in functions.items()}
+    except Exception as error:
+        raise SystemExit(f"--also {request}: {package} does not start: {type(error).__name__}: {error}") from error
+
+
+def _without_its_init(package: str) -> None:
+    """Makes a package's modules importable where its `__init__` needs a compiled part that they do not."""
+    found = importlib.util.find_spec(package)
+    if found is None or not found.submodule_search_locations:
+        raise ModuleNotFoundError(f"no package {package}")
+    module = types.ModuleType(package)
+    module.__path__ = list(found.submodule_search_locations)
+    sys.modules[package] = module
+
+
+class Peers:
+    """What is found of SGLang and FLA, with `flashinfer` of FlashInfer, and what `also` requests."""
+
+    # Of what may be requested.
+    mamba_step = mamba_scan = conv1d = conv1d_step = flash_kda = cudnn_kda = None
+
+    def __init__(self, flashinfer: bool = False, also: Sequence[str] = ()) -> None:
         self._bounds = self._wide = torch.empty(0)
+        for request in also:
+            vars(self).update(_start(request))
         found = importlib.util.find_spec("sglang")
         if found and found.submodule_search_locations:
             sys.meta_path.insert(0, _StandIns(Path(next(iter(found.submodule_search_locations)))))  # type: ignore[arg-type]
@@ -155,6 +201,7 @@ class Peers:
         if peer.startswith("attnops"):
             return ""
         named = {"SGLang": "sglang", "transformers": "transformers", "FlashInfer": "flashinfer-python"}
+        named |= {name: package for name, package, _ in REQUESTED.values()}
         for name in (next((named[begin] for begin in named if peer.startswith(begin)), "fla-core"),):
             try:
                 return metadata.version(name)
@@ -257,6 +304,12 @@ class Peers:
                 call = partial(self.fla_conv, x[None], weight, activation="silu", initial_state=before,
                                output_final_state=True, cu_seqlens=self._long(bounds))  # fmt: skip
                 calls["FLA"] = PeerCall(call, lambda found: (found[0], found[1][..., 1:]))
+            if self.conv1d and len(set(lengths)) == 1:  # with states it takes a batch, channels dense
+                rows = x.unflatten(0, (len(slots), -1)).mT
+                start, end = (_slots(states, slots).mT.contiguous().mT for _ in range(2))
+                call = partial(self.conv1d, rows, weight, initial_states=start, return_final_states=True,
+                               final_states_out=end, activation="silu")  # fmt: skip
+                calls["causal-conv1d"] = PeerCall(call, lambda found: (found[0].mT.reshape(x.shape), found[1]))
             return calls
         if self.sglang_conv_step:
             call = partial(self.sglang_conv_step, x, states, weight, None, "silu", conv_state_indices=slots)
@@ -266,11 +319,19 @@ class Peers:
             call = partial(self.fla_conv_step, x, cache, weight=weight, activation="silu")
             calls["FLA"] = PeerCall(call, lambda found: (found[0] if isinstance(found, tuple) else found,
                                                          cache[..., 1:]))  # fmt: skip
+        if self.conv1d_step:
+            call = partial(self.conv1d_step, x, states, weight, None, "silu", conv_state_indices=slots)
+            calls["causal-conv1d"] = PeerCall(call, lambda found: (found, _slots(states, slots)))
         return calls
 
     def delta_prompts(self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Tensor, bias: Tensor,
-                      states: Tensor, slots: Tensor, bounds: Tensor) -> Calls:  # fmt: skip
-        """Prompts from the states of the pool (SGLang), or of float32 apart (FLA)."""
+                      states: Tensor, slots: Tensor, bounds: Tensor, lower_bound: float = 0.0) -> Calls:  # fmt: skip
+        """Prompts from the states of the pool (SGLang), or of float32 apart (FLA).
+
+        FlashKDA and cuDNN take gates above a bound alone, and FLA these as well.
+        """
+        if lower_bound:
+            return self._bounded_prompts(q, k, v, a, b, A_log, bias, states, slots, bounds, lower_bound)
         calls: Calls = {}
         channels, row, pool = a.dim() == 3, lambda t: t.unsqueeze(0), partial(_slots, states, slots)
         wide, tokens = self._long(bounds), [row(t) for t in (q, k, v)]
@@ -319,28 +380,80 @@ class Peers:
             calls["FLA"] = PeerCall(call, lambda found: found[:2])
         return calls
 
+    def _bounded_prompts(self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Tensor, bias: Tensor,
+                         states: Tensor, slots: Tensor, bounds: Tensor, lower_bound: float) -> Calls:  # fmt: skip
+        """Of KDA: each gate is above `lower_bound`. States of float32 apart."""
+        calls: Calls = {}
+        if a.dim() != 3 or q.shape[1:] != v.shape[1:]:
+            return calls
+        wide, row, before = self._long(bounds), lambda t: t.unsqueeze(0), torch.zeros(states.shape, device=q.device)
+        tokens = [row(t) for t in (q, k, v, a, b)]
+        if self.fla_kda:
+            call = partial(
+                self.fla_kda, *tokens, initial_state=before, output_final_state=True, use_qk_l2norm_in_kernel=True,
+                use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, safe_gate=True, lower_bound=lower_bound,
+                A_log=A_log, dt_bias=bias.flatten(), state_v_first=True, cu_seqlens=wide,
+            )  # fmt: skip
+            calls["FLA"] = PeerCall(call, lambda found: found[:2])
+        if self.flash_kda and q.shape[-1] == 128:
+            out, after = torch.empty_like(tokens[2]), torch.empty_like(before)
+            call = partial(self.flash_kda, *tokens, q.shape[-1] ** -0.5, out, A_log, bias, lower_bound,
+                           initial_state=before, final_state=after, cu_seqlens=wide)  # fmt: skip
+            calls["FlashKDA"] = PeerCall(call, lambda _: (out, after))
+        if self.cudnn_kda and q.shape[-1] == 128:
+            call = partial(
+                self.cudnn_kda, q, k, v, a, b, bounds, initial_state=before, output_final_state=True,
+                use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True, safe_gate=True,
+                gate_lower_bound=lower_bound, a_log=A_log, dt_bias=bias,
+            )  # fmt: skip
+            calls["cuDNN"] = PeerCall(call, lambda found: found)
+        return calls
+
     def ssd_step(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, states: Tensor, slots: Tensor) -> Calls:
-        """With a D of zeros, since SGLang's call does not take None."""
-        if not self.ssm_step:
-            return {}
+        """With a D of zeros, since neither call takes None."""
+        calls: Calls = {}
         rate = A[:, None, None].expand(-1, *states.shape[2:])
         out, wide = torch.empty_like(x), dt.unsqueeze(-1).expand_as(x)
         bias = torch.zeros_like(A)[:, None].expand(-1, x.shape[-1])
+        if self.mamba_step:
+            call = partial(self.mamba_step, states, x, wide, rate, B, C, D=bias, dt_bias=bias, dt_softplus=True,
+                           state_batch_indices=slots)  # fmt: skip
+            calls["mamba_ssm"] = PeerCall(call, lambda found: (found, _slots(states, slots)))
+        if not self.ssm_step:
+            return calls
         call = partial(
             self.ssm_step, states, x, wide, rate, B, C, D=bias, dt_bias=bias, dt_softplus=True,
             state_batch_indices=slots, out=out,
         )  # fmt: skip
-        return {"SGLang": PeerCall(call, lambda _: (out, _slots(states, slots)))}
+        return calls | {"SGLang": PeerCall(call, lambda _: (out, _slots(states, slots)))}
 
     def ssd_prompts(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, states: Tensor, slots: Tensor,
                     bounds: Tensor, lengths: list[int]) -> Calls:  # fmt: skip
-        """SGLang's scan, of prompts side by side with the states put into the pool, and of one length as a batch."""
-        if not self.ssm_scan:
-            return {}
-        calls, scan, bias, wide = {}, self.ssm_scan, torch.zeros_like(A), slots.long()
-        batch, out, kept = len(lengths), torch.empty_like(x), states.dtype
+        """The scans of SGLang and mamba_ssm.
+
+        Prompts side by side, with the states put into the pool; and those of one length as a batch.
+        """
+        calls: Calls = {}
+        bias, wide, batch, kept = torch.zeros_like(A), slots.long(), len(lengths), states.dtype
         of_batch = torch.arange(batch, dtype=torch.int32, device=x.device)
         owners = of_batch.repeat_interleave(bounds.diff().long())[None]
+        fold = lambda t: t.unflatten(0, (batch, -1))  # noqa: E731
+        if self.mamba_scan:
+            own, given = self.mamba_scan, {"dt_bias": bias, "dt_softplus": True}
+            if len(set(lengths)) == 1:
+                call = partial(own, fold(x), fold(dt), A, fold(B), fold(C), 256, return_final_states=True, **given)
+                calls["mamba_ssm batch"] = PeerCall(call, lambda found: found)
+
+            def side_by_side() -> Tensor:
+                rows, last = own(x[None], dt[None], A, B[None], C[None], 256, seq_idx=owners, cu_seqlens=bounds,
+                                 return_varlen_states=True, **given)  # fmt: skip
+                states.index_copy_(0, wide, last.to(kept))
+                return rows
+
+            calls["mamba_ssm"] = PeerCall(side_by_side, lambda found: (found, _slots(states, slots)))
+        if not self.ssm_scan:
+            return calls
+        scan, out = self.ssm_scan, torch.empty_like(x)
         options = {"dt_bias": bias, "dt_softplus": True, "state_dtype": kept}
 
         def ragged() -> None:
@@ -350,7 +463,6 @@ class Peers:
 
         calls["SGLang"] = PeerCall(ragged, lambda _: (out, _slots(states, slots)))
         if len(set(lengths)) == 1:
-            fold = lambda t: t.unflatten(0, (batch, -1))  # noqa: E731
             call = partial(scan, *(fold(t) for t in (x, dt)), A, fold(B), fold(C), 256, out=fold(out),
                            return_final_states=True, **options)  # fmt: skip
             calls["SGLang batch"] = PeerCall(call, lambda found: (out, found))

@@ -8,16 +8,36 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import sys
 import time
 import warnings
 from collections.abc import Callable
 
 import bench_linear
 import torch
-from linear_cells import CONV_DECODES, CONVOLUTIONS, DECODES, PREFILLS, VERIFIES, Drawn, drawn_cells
+from linear_cells import (
+    BOUNDED,
+    CONV_DECODES,
+    CONVOLUTIONS,
+    DECODES,
+    FEW_HEADS,
+    PREFILLS,
+    VERIFIES,
+    Drawn,
+    drawn_cells,
+)
 from linear_peers import Calls, PeerCall, Peers
 
 Task = tuple[str, tuple, int, int]  # a method of Bench, its arguments, a share of the variants, of how many
+GROUPS: dict[str, tuple[str, list]] = {  # of bench_linear.py: the method that takes its cells
+    "prefill": ("prefill", PREFILLS),
+    "few": ("prefill", FEW_HEADS),
+    "bounded": ("prefill", BOUNDED),
+    "decode": ("decode", DECODES),
+    "conv_decode": ("conv_decode", CONV_DECODES),
+    "verify": ("verify", VERIFIES),
+    "convolve": ("convolve", CONVOLUTIONS),
+}
 _share = (0, 1)
 _bench: list[bench_linear.Bench] = []
 
@@ -60,12 +80,14 @@ def _shared_tuning() -> None:
     Autotuner.do_bench = property(lambda _: once)
 
 
-def _begin() -> None:
+def _begin(also: list[str], folder: str) -> None:
+    if folder:
+        sys.path.insert(0, folder)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     bench_linear.POOL = 2**26
     _shared_tuning()
-    _bench.append(_Warm("cuda", 1, Peers()))
+    _bench.append(_Warm("cuda", 1, Peers(also=also)))
 
 
 def _work(task: Task) -> float:
@@ -82,7 +104,7 @@ def _kind(cell: tuple[str, tuple]) -> str:
     method, options = cell
     if isinstance(options[0], Drawn):
         return f"{options[0].kind} {options[0].model} {options[0].kept}"
-    return f"{method} {options[0]} {options[2:]}" if method != "prefill" else f"{method} {options[0]}"
+    return f"{method} {options[0]} {options[2:]}" if method != "prefill" else f"{method} {options[0]} {options[3:]}"
 
 
 def tasks(cells: list[tuple[str, tuple]], shares: int) -> list[Task]:
@@ -107,14 +129,19 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=150, help="how long at most")
     parser.add_argument("--seed", type=int, help="cells that this seed draws, besides the fixed ones")
     parser.add_argument("--cells", type=int, default=40, help="how many of them")
+    parser.add_argument("--only", default="", help=f"groups of cells, with commas: {', '.join(GROUPS)}")
+    bench_linear.add_requests(parser)
     options = parser.parse_args()
-    begin, cells = time.monotonic(), [("prefill", cell) for cell in PREFILLS]
-    cells += [("decode", cell) for cell in DECODES] + [("conv_decode", cell) for cell in CONV_DECODES]
-    cells += [("verify", cell) for cell in VERIFIES] + [("convolve", cell) for cell in CONVOLUTIONS]
+    also, folder = bench_linear.requested(parser, options), str(options.peer_folder or "")
+    names = [name for name in options.only.split(",") if name] or list(GROUPS)
+    if unknown := set(names) - GROUPS.keys():
+        parser.error(f"--only: expected some of {', '.join(GROUPS)}, got {', '.join(sorted(unknown))}")
+    Peers(also=also)  # what does not start is an error here, not in each process
+    begin, cells = time.monotonic(), [(GROUPS[name][0], cell) for name in names for cell in GROUPS[name][1]]
     todo = tasks(cells, options.shares)
     if options.seed is not None:
         todo += tasks([("drawn", (cell,)) for cell in drawn_cells(options.seed, options.cells)], options.shares)
-    pool, done, longest = multiprocessing.get_context("spawn").Pool(options.workers, _begin), 0, 0.0
+    pool, done, longest = multiprocessing.get_context("spawn").Pool(options.workers, _begin, (also, folder)), 0, 0.0
     found = pool.imap_unordered(_work, todo)
     try:
         while done < len(todo):

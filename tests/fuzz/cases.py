@@ -19,6 +19,7 @@ from . import (
     index_keys,
     indexer,
     linear,
+    linear_cuts,
     linear_peers,
     linear_prefill,
     linear_verify,
@@ -37,7 +38,7 @@ from . import (
 from .draw import NO_KERNEL, Draw, Failure, Refused, Void
 
 # Name: weight, and what draws and runs a case of it.
-FAMILIES: dict[str, tuple[int, Callable[[Draw], None]]] = {
+FAMILIES: dict[str, tuple[float, Callable[[Draw], None]]] = {
     "xqa_decode": (20, xqa.right),
     "ragged decode": (10, ragged.right),
     "mla_decode": (15, mla.right),
@@ -55,6 +56,7 @@ FAMILIES: dict[str, tuple[int, Callable[[Draw], None]]] = {
     "hostile trees": (3, speculation.hostile_trees),
     "linear steps": (8, linear.right_step),
     "linear prompts": (9, linear_prefill.right_prompts),
+    "cut prompts": (0.8, linear_cuts.right),
     "linear drafts": (10, linear_verify.right_drafts),
     "linear names": (3, linear_peers.right),
     "convolutions": (3, linear.right_convolution),

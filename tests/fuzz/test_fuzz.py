@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch
 from . import cases
 from .cases import run_case
 from .draw import Draw, Failure
-from .expected import cannot_run_here
+from .expected import CUTTING, RARE, cannot_run_here
 from .judge import check_attention
 from .models import draw_world
 from .mutants import MUTANTS, callers_of, living
@@ -61,6 +63,19 @@ def test_rows_that_a_processor_lacks_instructions_for_need_no_hit(monkeypatch):
     assert cannot_run_here("row cpu xqa_decode scalar_float32", "cuda")  # a run on a GPU calls it by chance
     assert not cannot_run_here("row cuda xqa_decode bf16_hd64", "cuda")
     assert not cannot_run_here("row cuda xqa_decode bf16_hd64") and not cannot_run_here("op merge_state")
+
+
+def test_every_row_that_cuts_prompts_is_to_be_hit():
+    """A row is counted as cutting where bits differ from whole prompts, and not before thousands of cases."""
+    rows = []
+    for op, folder in (("delta_prefill", "delta_rule"), ("ssd_prefill", "ssd")):
+        table = (Path(__file__).parents[2] / "csrc" / folder / "impls.cpp").read_text()
+        rows += [f"{op} {row}" for row in re.findall(r'{"(sm90_\w+)"', table)]
+    assert sorted(CUTTING) == sorted(rows)
+    run = Run(SEED)
+    for counted in (1000, 5000):
+        run.counted = counted
+        assert any(name.startswith(RARE) for name in run.never_hit()) == (counted == 5000)
 
 
 @pytest.mark.parametrize(("times", "status"), [(0, "ok"), (2, "ok"), (3, "failed")])

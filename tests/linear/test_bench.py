@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import bench_linear
 import linear_timing
 from linear_cells import Model
-from linear_peers import PeerCall, Peers
+from linear_peers import REQUESTED, PeerCall, Peers
 from records import Record
 
 GDN = Model("GDN test", 2, 4, 128, 128)
@@ -123,6 +123,113 @@ def test_flashinfers_names_are_called_as_its_signatures_say(monkeypatch):
     assert len(found) == 5
     bench.verify(2, 3, True, GDN)
     assert bench.records[-2].case == "linear_verify_commit" and bench.records[-2].peer == "attnops", "chains alone"
+
+
+def prompts(state, bounds, **given):
+    batch = len(bounds) - 1
+    zeros = torch.zeros(batch, dtype=torch.int32)
+    own = torch.arange(batch, dtype=torch.int32)
+    return {"states": state, "cu_seqlens": bounds.int(), "prefix_lens": zeros, "state_indices": own, **given}
+
+
+def selective_state_update(state, x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False,
+                           state_batch_indices=None):  # fmt: skip
+    given = {"states": state, "state_indices": state_batch_indices, "dt_bias": dt_bias[:, 0].contiguous()}
+    given["D"] = D[:, 0].contiguous()
+    return ops.ssd_decode(x, dt[..., 0], A[:, 0, 0].contiguous(), B, C, dt_softplus=dt_softplus, **given)
+
+
+def mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, initial_states=None,
+                              seq_idx=None, cu_seqlens=None, dt_softplus=False, dt_limit=(0.0, float("inf")),
+                              return_final_states=False, return_varlen_states=False):  # fmt: skip
+    batch, count = x.shape[:2]
+    bounds = cu_seqlens if return_varlen_states else torch.arange(batch + 1) * count
+    state = torch.zeros(len(bounds) - 1, x.shape[2], x.shape[3], B.shape[3])
+    flat = [t.flatten(0, 1) for t in (x, dt, B, C)]
+    given = prompts(state, bounds, dt_bias=dt_bias, dt_softplus=dt_softplus)
+    return ops.ssd_prefill(*flat[:2], A, *flat[2:], **given).view(x.shape), state
+
+
+def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False,
+                     final_states_out=None, activation=None):  # fmt: skip
+    assert return_final_states and activation == "silu" and x.stride(1) == initial_states.stride(1) == 1
+    final_states_out.copy_(initial_states)
+    bounds, own = torch.arange(len(x) + 1, dtype=torch.int32), torch.arange(len(x), dtype=torch.int32)
+    given = {"conv_states": final_states_out, "cu_seqlens": bounds * x.shape[2], "state_indices": own}
+    out = ops.causal_conv1d(x.mT.flatten(0, 1), weight, bias, **given)
+    return out.view(len(x), -1, x.shape[1]).mT, final_states_out
+
+
+def causal_conv1d_update(x, conv_state, weight, bias=None, activation=None, cache_seqlens=None,
+                         conv_state_indices=None):  # fmt: skip
+    assert activation == "silu"
+    return ops.causal_conv1d_update(x, weight, bias, conv_states=conv_state, state_indices=conv_state_indices)
+
+
+def flash_kda(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state=None, final_state=None,
+              cu_seqlens=None):  # fmt: skip
+    final_state.copy_(initial_state)
+    gates = {"A_log": A_log, "dt_bias": dt_bias, "lower_bound": lower_bound, "scale": scale}
+    ops.delta_prefill(*(t[0] for t in (q, k, v, g, beta)), out=out[0], **gates, **prompts(final_state, cu_seqlens))
+
+
+def kimi_delta_attention(q, k, v, g, beta, cu_seqlens, scale=None, initial_state=None, output_final_state=False,
+                         use_qk_l2norm_in_kernel=False, use_beta_sigmoid_in_kernel=False, safe_gate=False,
+                         gate_lower_bound=None, a_log=None, dt_bias=None):  # fmt: skip
+    assert output_final_state and use_qk_l2norm_in_kernel and use_beta_sigmoid_in_kernel and safe_gate
+    gates, state = {"A_log": a_log, "dt_bias": dt_bias, "lower_bound": gate_lower_bound}, initial_state.clone()
+    return ops.delta_prefill(q, k, v, g, beta, **gates, **prompts(state, cu_seqlens)), state
+
+
+def test_requested_peers_are_called_as_their_signatures_say(monkeypatch):
+    """By functions with the signatures of mamba_ssm, causal-conv1d, FlashKDA and cuDNN."""
+    monkeypatch.setattr(bench_linear, "POOL", 2**20)
+    peers = Named()
+    peers.mamba_step, peers.mamba_scan = selective_state_update, mamba_chunk_scan_combined
+    peers.conv1d, peers.conv1d_step = causal_conv1d_fn, causal_conv1d_update
+    peers.flash_kda, peers.cudnn_kda = flash_kda, kimi_delta_attention
+    bench = bench_linear.Bench("cpu", 1, peers)
+    ssd, kda = Model("Mamba2 test", 2, 4, 32, 16), Model("KDA test", 2, 2, 128, 128, channels=True)
+    for kept in (torch.float32, torch.bfloat16):
+        bench.decode(ssd, 3, kept, 2**18)
+        bench.prefill(ssd, [30, 30], 0, kept)
+        bench.prefill(ssd, [30, 7], 0, kept)
+    for tokens, batch, update in ((60, 1, False), (60, 3, False), (3, 3, True)):
+        bench.convolve(tokens, 16, batch, update)
+    bench.prefill(kda, [70, 40], 0, torch.float32, -5.0, -6.0)
+    found = [row.peer for row in bench.records if row.peer != "attnops"]
+    assert [found.count(name) for name in ("mamba_ssm", "mamba_ssm batch", "causal-conv1d")] == [6, 2, 3]
+    assert found[-2:] == ["FlashKDA", "cuDNN"] and len(found) == 13
+    assert bench.records[-1].params == {"model": "KDA test", "lengths": "2, together 110, the longest 70",
+                                        "lower_bound": -5.0, "gate_bias": -6.0}  # fmt: skip
+    assert bench.records[-1].rel_err < 6e-3
+    bench.prefill(kda, [70], 0)
+    assert bench.records[-1].peer == "attnops", "gates above a bound alone"
+
+
+@pytest.mark.parametrize("request_", list(REQUESTED))
+def test_a_requested_peer_that_does_not_start_is_an_error(request_, monkeypatch):
+    for path, _ in REQUESTED[request_][2].values():
+        for name in {path, path.split(".")[0]}:
+            monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
+    with pytest.raises(SystemExit, match=f"--also {request_}: {REQUESTED[request_][1]} does not start"):
+        Peers(also=[request_])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--also", "mamba"], "need --peers"),
+        (["--peers", "--cpu", "--also", "mambo"], "--also: expected some of mamba, .*, got mambo"),
+        (["--peers", "--peer-folder", "/nowhere"], "--peer-folder: expected a folder, got /nowhere"),
+    ],
+)
+def test_requests_that_cannot_be_met_are_errors(options, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench_linear.py", *options])
+    with pytest.raises(SystemExit) as error:
+        bench_linear.main()
+    assert re.search(message, f"{capsys.readouterr().err} {error.value}")
 
 
 def test_the_summary_counts_the_best_peer(capsys):

@@ -1,4 +1,7 @@
-"""Linear recurrences in float64, token by token: what the ops of `attnops.ops.linear` are held against."""
+"""Linear recurrences in float64: what the ops of `attnops.ops.linear` are held against.
+
+`delta_step` and `ssd_step` are the rules. `delta_tokens` and `ssd_tokens` are the same for some tokens at once.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +42,61 @@ def ssd_step(S, x, dt, A, B, C, D, dt_bias, z, scale, softplus):
     dt = F.softplus(dt) if softplus else dt
     S = S * (dt * A).exp()[..., None, None] + (dt[..., None] * x)[..., None] * B[..., None, :]
     y = scale * torch.einsum("bhpn,bhn->bhp", S, C)
+    y = y if D is None else y + D[:, None] * x
+    return S, y if z is None else y * F.silu(z)
+
+
+def _earlier(q: Tensor, k: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """[HV, T, T]: k_t k_s and q_t k_s, with the decay from s to t; 0 where s is later. total: of log decays."""
+    count = total.shape[1]
+    t, s = torch.tril_indices(count, count)
+    pairs = torch.zeros(2, len(total), count, count, dtype=q.dtype)
+    if total.dim() == 3:
+        decayed = k[:, s] * (total[:, t] - total[:, s]).exp()
+        pairs[:, :, t, s] = torch.stack([(x[:, t] * decayed).sum(-1) for x in (k, q)])
+    else:
+        decay = (total[:, t] - total[:, s]).exp()
+        pairs[:, :, t, s] = torch.stack([(x @ k.mT)[:, t, s] * decay for x in (k, q)])
+    return pairs[0], pairs[1]
+
+
+def _over_tokens(S, q, k, log_decay, make_u):
+    """The state behind some tokens, and `S q` of each; make_u: from `S k` [HV, T, V] of the old state, and k_t k_s."""
+    total = log_decay.cumsum(0).transpose(0, 1)
+    wide = total if total.dim() == 3 else total[..., None]
+    among, seen = _earlier(q, k, total)
+    from_start = wide.exp()
+    u = make_u((k * from_start) @ S.mT, among)
+    out = (q * from_start) @ S.mT + seen @ u
+    last = wide[:, -1:]
+    return S * last.exp() + u.mT @ (k * (last - wide).exp()), out.transpose(0, 1)
+
+
+def delta_tokens(S, q, k, v, log_decay, beta, scale, normalize):
+    """Some tokens of one request at once, at least one: a few dozen. S [HV, V, K], the others as in `delta_step`."""
+    groups = v.shape[1] // q.shape[1]
+    q, k = (x.repeat_interleave(groups, dim=1).transpose(0, 1) for x in (q, k))
+    if normalize:
+        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+
+    def make_u(seen, among):
+        share = beta.T[..., None]
+        lower = torch.eye(among.shape[1], dtype=among.dtype) + share * among.tril(-1)
+        return torch.linalg.solve_triangular(lower, share * (v.transpose(0, 1) - seen), upper=False)
+
+    S, out = _over_tokens(S, q, k, log_decay, make_u)
+    return S, scale * out
+
+
+def ssd_tokens(S, x, dt, A, B, C, D, dt_bias, z, scale, softplus):
+    """As `delta_tokens`, for `ssd_step`."""
+    groups = x.shape[1] // B.shape[1]
+    B, C = (t.repeat_interleave(groups, dim=1).transpose(0, 1) for t in (B, C))
+    dt = torch.ones_like(x[..., 0]) if dt is None else dt
+    dt = dt if dt_bias is None else dt + dt_bias
+    dt = F.softplus(dt) if softplus else dt
+    S, y = _over_tokens(S, C, B, dt * A, lambda *_: (dt[..., None] * x).transpose(0, 1))
+    y = scale * y
     y = y if D is None else y + D[:, None] * x
     return S, y if z is None else y * F.silu(z)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .registry import Function, mutant
+from .registry import Function, for_all, mutant
 
 
 @mutant("store_kv", "rows are multiplied by their scale")
@@ -89,6 +89,12 @@ def _(right: Function, given: dict[str, Any]) -> Any:
 @mutant("ssd_prefill", "no state is kept on the way")
 def _(right: Function, given: dict[str, Any]) -> Any:
     return right(**given | {"checkpoint_slots": None})
+
+
+@for_all(("delta_prefill", "ssd_prefill"), "a cut prompt begins at zero")
+def _(op: str, right: Function, given: dict[str, Any]) -> Any:
+    first = given["prefix_lens"] * (0 if given.get("cut_prompts") else 1)
+    return right(**given | {"prefix_lens": first})
 
 
 @mutant("delta_verify", "a tree is a chain")
