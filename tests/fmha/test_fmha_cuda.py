@@ -13,7 +13,7 @@ import pytest
 import torch
 from attnops import ops
 from attnops.metadata import FmhaPlan
-from checks import MAX_RELATIVE_ERROR_FP8
+from checks import MAX_RELATIVE_ERROR, MAX_RELATIVE_ERROR_FP8
 from fmha_calls import assert_right, assert_same_bits, plan_of, run
 from problems import E5M2, FP8, paged_problem, poisoned, ragged_problem, random_tree_mask
 
@@ -59,6 +59,25 @@ def test_dims_reach_every_row(kernels):
             assert_right(problem, bound=MAX_RELATIVE_ERROR_FP8, lse_atol=1e-2)
     others = ("bf16", "fp16") if hopper else ("sm90",)
     assert rows_asked_since(before) == {row for row in ROWS if not row.startswith(others)}
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (40, 40), (128, 128), (192, 128), (256, 256), (320, 256)])
+def test_e4m3_queries(dims, kernels):
+    """Hopper multiplies them as they are. Others get them in bfloat16, which holds every value, and err less."""
+    hopper = kernels != PORTABLE and torch.cuda.get_device_capability() == (9, 0)
+    if hopper and (dims[0] % 16 or dims[0] > 256):
+        pytest.skip("no kernel of Hopper's, which says so")
+    lengths = [1, 130, 300], [40, 130, 777]
+    problems = [ragged_problem(*lengths, dtype=FP8, head_dim=dims[0], head_dim_v=dims[1])]
+    if dims[0] == dims[1]:
+        problems.append(paged_problem(lengths[1], lengths[0], head_dim=dims[0], dtype=FP8))
+    for problem in problems:
+        problem = problem.to("cuda")
+        bound = MAX_RELATIVE_ERROR_FP8 if hopper else MAX_RELATIVE_ERROR[torch.bfloat16]
+        assert_right(problem, bound=bound, lse_atol=1e-2)
+        assert run(problem)[0].dtype == torch.bfloat16
+        if not hopper:
+            assert_same_bits(run(problem), run(dataclasses.replace(problem, q=problem.q.bfloat16())))
 
 
 @pytest.mark.parametrize("seed", range(60))
