@@ -22,7 +22,7 @@ PYTHON_LAYERS = {
     "report": {"environment"},
     "reference": {"types"},
     "metadata": {"types", "_load"},
-    "ops": {"_load", "_layer_call", "types", "metadata"},
+    "ops": {"_load", "_layer_call", "types", "metadata", "environment"},
     "pools": {"types", "ops", "metadata", "_load"},
     "graph_buffers": {"types", "report", "ops", "metadata", "_load", "pools"},
     "plan_buffers": {"types", "ops", "metadata", "graph_buffers"},

@@ -28,7 +28,7 @@ def selects(expression: str, name: str) -> bool:
 
 def rows_of_the_tables() -> set[str]:
     tables = sorted((ROOT / "csrc").glob("*/impls.cpp"))
-    # One test of these reaches all rows of its table, and says so itself.
+    # Tests of these reach all rows of their table, and say so themselves.
     tables = [table for table in tables if table.parent.name not in {"fmha", "sparse_indexer", "delta_rule", "ssd"}]
     assert {table.parent.name for table in tables} == {"xqa_decode", "mla_decode"}, "a table has no row tests"
     return {
@@ -50,6 +50,7 @@ def test_every_row_of_every_table_is_run(tool):
     }
     assert {" ".join(row.split()[:2]) for row in run} == rows_of_the_tables()
     assert "test_dims_reach_every_row" in sets()[f"{tool} fmha every_row"][1]
+    assert sets()[f"{tool} fmha forms"] == (["tests/fmha/test_fmha_cuda.py"], "test_every_form")
     assert sets()[f"{tool} sparse_mla every_row"] == (["tests/sparse_mla/test_sparse_mla_rows.py"], "test_every_row")
     assert run == {row for row in ROWS if tool != "synccheck" or "ring" not in row}  # docs/sanitizer.md
 

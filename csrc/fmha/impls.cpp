@@ -14,33 +14,9 @@
 namespace attnops::fmha {
 namespace {
 
+using sm90::Form;
+
 bool is_fp8(DType dtype) { return dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2; }
-
-struct Impl {
-  const char* name;
-  DType dtype;
-  int head_dim_qk, head_dim_v;  // the largest
-  Launch launch;
-  std::string (*reject_more)(const Params&) = nullptr;  // limits of one architecture's kernels
-
-  bool takes(const Params& p) const {
-    return p.dtype == dtype && p.head_dim_qk <= head_dim_qk && p.head_dim_v <= head_dim_v;
-  }
-
-  std::string reject(const Params& p) const {
-    if (p.dtype != dtype) return std::string("takes q of ") + name_of(dtype) + ", got " + name_of(p.dtype);
-    if (p.kv_dtype != dtype && !is_fp8(p.kv_dtype)) {
-      return std::string("takes keys of ") + name_of(dtype) + " or FP8, got " + name_of(p.kv_dtype);
-    }
-    if (p.head_dim_qk > head_dim_qk) {
-      return "takes head_dim_qk up to " + std::to_string(head_dim_qk) + ", got " + std::to_string(p.head_dim_qk);
-    }
-    if (p.head_dim_v > head_dim_v) {
-      return "takes head_dim_v up to " + std::to_string(head_dim_v) + ", got " + std::to_string(p.head_dim_v);
-    }
-    return reject_more ? reject_more(p) : "";
-  }
-};
 
 // What the copy engine and the gathering warps of Hopper's kernels cannot do.
 [[maybe_unused]] std::string reject_sm90(const Params& p) {
@@ -58,8 +34,6 @@ struct Impl {
   if (!sm90::find_row_units(p, true, units) || !sm90::find_row_units(p, false, units)) {
     return "strides of k and v leave too many places for a row to count them in 32 bits";
   }
-  const int sm = usable_sm("fmha");
-  if (sm != 90) return "runs on sm_90, this device is sm_" + std::to_string(sm);
   return "";
 }
 
@@ -79,8 +53,6 @@ struct Impl {
   if (!sm90::find_row_units(p, true, units) || !sm90::find_row_units(p, false, units)) {
     return "strides of k and v leave too many places for a row to count them in 32 bits";
   }
-  const int sm = usable_sm("fmha");
-  if (sm != 90) return "runs on sm_90, this device is sm_" + std::to_string(sm);
   return "";
 }
 
@@ -89,24 +61,192 @@ std::string reject_fp8(const Params& p) {
   return is_fp8(p.kv_dtype) ? std::string("takes keys of q's dtype, got ") + name_of(p.kv_dtype) : "";
 }
 
+// A call, and what many rows ask of it, once for all of them: its device, and which kernel of an instantiation it is
+// for.
+struct Call {
+  const Params& p;
+  mutable int sm = 0;
+  mutable const sm90::Kernels* kernels = nullptr;
+  mutable Form form{};
+
+  int device() const {
+    if (sm == 0) sm = usable_sm("fmha");
+    return sm;
+  }
+  Form form_among(const sm90::Kernels* of) const {
+    if (kernels != of) {
+      kernels = of;
+      form = of->form_of(p);
+    }
+    return form;
+  }
+};
+
+std::string text_of(Form form) {
+  switch (form) {
+    case Form::kBoxes: return "keys that come in boxes";
+    case Form::kGather: return "keys that come row by row";
+    case Form::kOneTile: return "works of one tile of keys";
+    case Form::kFp8Keys: return "FP8 keys that come in boxes";
+    case Form::kFp8KeysGather: return "FP8 keys that come row by row";
+    case Form::kShort: return "short calls whose keys come in boxes";
+    case Form::kShortGather: return "short calls whose keys come row by row";
+    case Form::kShortOneTile: return "short calls, works of one tile of keys";
+  }
+  return "";
+}
+
+struct Impl {
+  using Launch = void (*)(const Params&, CUstream_st*);
+  using Reject = std::string (*)(const Params&);
+
+  const char* name;
+  DType dtype;
+  int head_dim_qk, head_dim_v;  // the largest
+  Launch own_launch = nullptr;
+  Reject reject_more = nullptr;  // limits of one architecture's kernels
+  const sm90::Kernels* kernels = nullptr;
+  Form form{};  // of the instantiation's kernels
+
+  constexpr Impl(const char* name, DType dtype, int head_dim_qk, int head_dim_v, Launch launch, Reject more = nullptr)
+      : name(name),
+        dtype(dtype),
+        head_dim_qk(head_dim_qk),
+        head_dim_v(head_dim_v),
+        own_launch(launch),
+        reject_more(more) {}
+
+  constexpr Impl(const char* name, DType dtype, int head_dim_qk, int head_dim_v, const sm90::Kernels& kernels,
+                 Form form, Reject more = &reject_sm90)
+      : name(name),
+        dtype(dtype),
+        head_dim_qk(head_dim_qk),
+        head_dim_v(head_dim_v),
+        reject_more(more),
+        kernels(&kernels),
+        form(form) {}
+
+  bool takes(const Call& call) const {
+    const Params& p = call.p;
+    if (p.dtype != dtype || p.head_dim_qk > head_dim_qk || p.head_dim_v > head_dim_v) return false;
+    return kernels == nullptr || (call.device() == 90 && call.form_among(kernels) == form);
+  }
+
+  std::string reject(const Call& call) const {
+    const Params& p = call.p;
+    if (p.dtype != dtype) return std::string("takes q of ") + name_of(dtype) + ", got " + name_of(p.dtype);
+    if (p.kv_dtype != dtype && !is_fp8(p.kv_dtype)) {
+      return std::string("takes keys of ") + name_of(dtype) + " or FP8, got " + name_of(p.kv_dtype);
+    }
+    if (p.head_dim_qk > head_dim_qk) {
+      return "takes head_dim_qk up to " + std::to_string(head_dim_qk) + ", got " + std::to_string(p.head_dim_qk);
+    }
+    if (p.head_dim_v > head_dim_v) {
+      return "takes head_dim_v up to " + std::to_string(head_dim_v) + ", got " + std::to_string(p.head_dim_v);
+    }
+    if (std::string reason = reject_more ? reject_more(p) : ""; !reason.empty()) return reason;
+    if (kernels == nullptr) return "";
+    if (call.device() != 90) return "runs on sm_90, this device is sm_" + std::to_string(call.device());
+    if (call.form_among(kernels) == form) return "";
+    return "is for " + text_of(form) + ", this call has " + text_of(call.form);
+  }
+
+  void launch(const Call& call, CUstream_st* stream) const {
+    kernels ? kernels->launch(form, call.p, stream) : own_launch(call.p, stream);
+  }
+};
+
 // A head dim is served by the smallest kernel that holds it; what Hopper's kernels refuse, by those of every device.
 constexpr Impl kImpls[] = {
 #if defined(ATTNOPS_HAS_SM90)
-    {"sm90_bf16_hd64", DType::kBFloat16, 64, 64, &sm90::launch_bf16_hd64, &reject_sm90},
-    {"sm90_bf16_hd96", DType::kBFloat16, 96, 96, &sm90::launch_bf16_hd96, &reject_sm90},
-    {"sm90_bf16_hd128", DType::kBFloat16, 128, 128, &sm90::launch_bf16_hd128, &reject_sm90},
-    {"sm90_bf16_hd192x128", DType::kBFloat16, 192, 128, &sm90::launch_bf16_hd192x128, &reject_sm90},
-    {"sm90_bf16_hd192", DType::kBFloat16, 192, 192, &sm90::launch_bf16_hd192, &reject_sm90},
-    {"sm90_bf16_hd256", DType::kBFloat16, 256, 256, &sm90::launch_bf16_hd256, &reject_sm90},
-    {"sm90_fp16_hd64", DType::kFloat16, 64, 64, &sm90::launch_fp16_hd64, &reject_sm90},
-    {"sm90_fp16_hd96", DType::kFloat16, 96, 96, &sm90::launch_fp16_hd96, &reject_sm90},
-    {"sm90_fp16_hd128", DType::kFloat16, 128, 128, &sm90::launch_fp16_hd128, &reject_sm90},
-    {"sm90_fp16_hd192x128", DType::kFloat16, 192, 128, &sm90::launch_fp16_hd192x128, &reject_sm90},
-    {"sm90_fp16_hd192", DType::kFloat16, 192, 192, &sm90::launch_fp16_hd192, &reject_sm90},
-    {"sm90_fp16_hd256", DType::kFloat16, 256, 256, &sm90::launch_fp16_hd256, &reject_sm90},
-    {"sm90_e4m3_hd128", DType::kFloat8E4M3, 128, 128, &sm90::launch_e4m3_hd128, &reject_e4m3},
-    {"sm90_e4m3_hd192", DType::kFloat8E4M3, 192, 192, &sm90::launch_e4m3_hd192, &reject_e4m3},
-    {"sm90_e4m3_hd256", DType::kFloat8E4M3, 256, 256, &sm90::launch_e4m3_hd256, &reject_e4m3},
+    {"sm90_bf16_hd64", DType::kBFloat16, 64, 64, sm90::kBf16Hd64, Form::kBoxes},
+    {"sm90_gather_bf16_hd64", DType::kBFloat16, 64, 64, sm90::kBf16Hd64, Form::kGather},
+    {"sm90_fp8_keys_bf16_hd64", DType::kBFloat16, 64, 64, sm90::kBf16Hd64, Form::kFp8Keys},
+    {"sm90_fp8_keys_gather_bf16_hd64", DType::kBFloat16, 64, 64, sm90::kBf16Hd64, Form::kFp8KeysGather},
+    {"sm90_short_bf16_hd64", DType::kBFloat16, 64, 64, sm90::kBf16Hd64, Form::kShort},
+    {"sm90_short_gather_bf16_hd64", DType::kBFloat16, 64, 64, sm90::kBf16Hd64, Form::kShortGather},
+    {"sm90_short_one_tile_bf16_hd64", DType::kBFloat16, 64, 64, sm90::kBf16Hd64, Form::kShortOneTile},
+    {"sm90_bf16_hd96", DType::kBFloat16, 96, 96, sm90::kBf16Hd96, Form::kBoxes},
+    {"sm90_gather_bf16_hd96", DType::kBFloat16, 96, 96, sm90::kBf16Hd96, Form::kGather},
+    {"sm90_one_tile_bf16_hd96", DType::kBFloat16, 96, 96, sm90::kBf16Hd96, Form::kOneTile},
+    {"sm90_fp8_keys_bf16_hd96", DType::kBFloat16, 96, 96, sm90::kBf16Hd96, Form::kFp8Keys},
+    {"sm90_fp8_keys_gather_bf16_hd96", DType::kBFloat16, 96, 96, sm90::kBf16Hd96, Form::kFp8KeysGather},
+    {"sm90_short_bf16_hd96", DType::kBFloat16, 96, 96, sm90::kBf16Hd96, Form::kShort},
+    {"sm90_short_gather_bf16_hd96", DType::kBFloat16, 96, 96, sm90::kBf16Hd96, Form::kShortGather},
+    {"sm90_short_one_tile_bf16_hd96", DType::kBFloat16, 96, 96, sm90::kBf16Hd96, Form::kShortOneTile},
+    {"sm90_bf16_hd128", DType::kBFloat16, 128, 128, sm90::kBf16Hd128, Form::kBoxes},
+    {"sm90_gather_bf16_hd128", DType::kBFloat16, 128, 128, sm90::kBf16Hd128, Form::kGather},
+    {"sm90_one_tile_bf16_hd128", DType::kBFloat16, 128, 128, sm90::kBf16Hd128, Form::kOneTile},
+    {"sm90_fp8_keys_bf16_hd128", DType::kBFloat16, 128, 128, sm90::kBf16Hd128, Form::kFp8Keys},
+    {"sm90_fp8_keys_gather_bf16_hd128", DType::kBFloat16, 128, 128, sm90::kBf16Hd128, Form::kFp8KeysGather},
+    {"sm90_short_bf16_hd128", DType::kBFloat16, 128, 128, sm90::kBf16Hd128, Form::kShort},
+    {"sm90_short_gather_bf16_hd128", DType::kBFloat16, 128, 128, sm90::kBf16Hd128, Form::kShortGather},
+    {"sm90_short_one_tile_bf16_hd128", DType::kBFloat16, 128, 128, sm90::kBf16Hd128, Form::kShortOneTile},
+    {"sm90_bf16_hd192x128", DType::kBFloat16, 192, 128, sm90::kBf16Hd192x128, Form::kBoxes},
+    {"sm90_gather_bf16_hd192x128", DType::kBFloat16, 192, 128, sm90::kBf16Hd192x128, Form::kGather},
+    {"sm90_one_tile_bf16_hd192x128", DType::kBFloat16, 192, 128, sm90::kBf16Hd192x128, Form::kOneTile},
+    {"sm90_fp8_keys_bf16_hd192x128", DType::kBFloat16, 192, 128, sm90::kBf16Hd192x128, Form::kFp8Keys},
+    {"sm90_fp8_keys_gather_bf16_hd192x128", DType::kBFloat16, 192, 128, sm90::kBf16Hd192x128, Form::kFp8KeysGather},
+    {"sm90_short_bf16_hd192x128", DType::kBFloat16, 192, 128, sm90::kBf16Hd192x128, Form::kShort},
+    {"sm90_short_gather_bf16_hd192x128", DType::kBFloat16, 192, 128, sm90::kBf16Hd192x128, Form::kShortGather},
+    {"sm90_short_one_tile_bf16_hd192x128", DType::kBFloat16, 192, 128, sm90::kBf16Hd192x128, Form::kShortOneTile},
+    {"sm90_bf16_hd192", DType::kBFloat16, 192, 192, sm90::kBf16Hd192, Form::kBoxes},
+    {"sm90_gather_bf16_hd192", DType::kBFloat16, 192, 192, sm90::kBf16Hd192, Form::kGather},
+    {"sm90_one_tile_bf16_hd192", DType::kBFloat16, 192, 192, sm90::kBf16Hd192, Form::kOneTile},
+    {"sm90_fp8_keys_bf16_hd192", DType::kBFloat16, 192, 192, sm90::kBf16Hd192, Form::kFp8Keys},
+    {"sm90_fp8_keys_gather_bf16_hd192", DType::kBFloat16, 192, 192, sm90::kBf16Hd192, Form::kFp8KeysGather},
+    {"sm90_bf16_hd256", DType::kBFloat16, 256, 256, sm90::kBf16Hd256, Form::kBoxes},
+    {"sm90_gather_bf16_hd256", DType::kBFloat16, 256, 256, sm90::kBf16Hd256, Form::kGather},
+    {"sm90_one_tile_bf16_hd256", DType::kBFloat16, 256, 256, sm90::kBf16Hd256, Form::kOneTile},
+    {"sm90_fp8_keys_bf16_hd256", DType::kBFloat16, 256, 256, sm90::kBf16Hd256, Form::kFp8Keys},
+    {"sm90_fp8_keys_gather_bf16_hd256", DType::kBFloat16, 256, 256, sm90::kBf16Hd256, Form::kFp8KeysGather},
+    {"sm90_fp16_hd64", DType::kFloat16, 64, 64, sm90::kFp16Hd64, Form::kBoxes},
+    {"sm90_gather_fp16_hd64", DType::kFloat16, 64, 64, sm90::kFp16Hd64, Form::kGather},
+    {"sm90_fp8_keys_fp16_hd64", DType::kFloat16, 64, 64, sm90::kFp16Hd64, Form::kFp8Keys},
+    {"sm90_fp8_keys_gather_fp16_hd64", DType::kFloat16, 64, 64, sm90::kFp16Hd64, Form::kFp8KeysGather},
+    {"sm90_short_fp16_hd64", DType::kFloat16, 64, 64, sm90::kFp16Hd64, Form::kShort},
+    {"sm90_short_gather_fp16_hd64", DType::kFloat16, 64, 64, sm90::kFp16Hd64, Form::kShortGather},
+    {"sm90_short_one_tile_fp16_hd64", DType::kFloat16, 64, 64, sm90::kFp16Hd64, Form::kShortOneTile},
+    {"sm90_fp16_hd96", DType::kFloat16, 96, 96, sm90::kFp16Hd96, Form::kBoxes},
+    {"sm90_gather_fp16_hd96", DType::kFloat16, 96, 96, sm90::kFp16Hd96, Form::kGather},
+    {"sm90_one_tile_fp16_hd96", DType::kFloat16, 96, 96, sm90::kFp16Hd96, Form::kOneTile},
+    {"sm90_fp8_keys_fp16_hd96", DType::kFloat16, 96, 96, sm90::kFp16Hd96, Form::kFp8Keys},
+    {"sm90_fp8_keys_gather_fp16_hd96", DType::kFloat16, 96, 96, sm90::kFp16Hd96, Form::kFp8KeysGather},
+    {"sm90_short_fp16_hd96", DType::kFloat16, 96, 96, sm90::kFp16Hd96, Form::kShort},
+    {"sm90_short_gather_fp16_hd96", DType::kFloat16, 96, 96, sm90::kFp16Hd96, Form::kShortGather},
+    {"sm90_short_one_tile_fp16_hd96", DType::kFloat16, 96, 96, sm90::kFp16Hd96, Form::kShortOneTile},
+    {"sm90_fp16_hd128", DType::kFloat16, 128, 128, sm90::kFp16Hd128, Form::kBoxes},
+    {"sm90_gather_fp16_hd128", DType::kFloat16, 128, 128, sm90::kFp16Hd128, Form::kGather},
+    {"sm90_one_tile_fp16_hd128", DType::kFloat16, 128, 128, sm90::kFp16Hd128, Form::kOneTile},
+    {"sm90_fp8_keys_fp16_hd128", DType::kFloat16, 128, 128, sm90::kFp16Hd128, Form::kFp8Keys},
+    {"sm90_fp8_keys_gather_fp16_hd128", DType::kFloat16, 128, 128, sm90::kFp16Hd128, Form::kFp8KeysGather},
+    {"sm90_short_fp16_hd128", DType::kFloat16, 128, 128, sm90::kFp16Hd128, Form::kShort},
+    {"sm90_short_gather_fp16_hd128", DType::kFloat16, 128, 128, sm90::kFp16Hd128, Form::kShortGather},
+    {"sm90_short_one_tile_fp16_hd128", DType::kFloat16, 128, 128, sm90::kFp16Hd128, Form::kShortOneTile},
+    {"sm90_fp16_hd192x128", DType::kFloat16, 192, 128, sm90::kFp16Hd192x128, Form::kBoxes},
+    {"sm90_gather_fp16_hd192x128", DType::kFloat16, 192, 128, sm90::kFp16Hd192x128, Form::kGather},
+    {"sm90_one_tile_fp16_hd192x128", DType::kFloat16, 192, 128, sm90::kFp16Hd192x128, Form::kOneTile},
+    {"sm90_fp8_keys_fp16_hd192x128", DType::kFloat16, 192, 128, sm90::kFp16Hd192x128, Form::kFp8Keys},
+    {"sm90_fp8_keys_gather_fp16_hd192x128", DType::kFloat16, 192, 128, sm90::kFp16Hd192x128, Form::kFp8KeysGather},
+    {"sm90_short_fp16_hd192x128", DType::kFloat16, 192, 128, sm90::kFp16Hd192x128, Form::kShort},
+    {"sm90_short_gather_fp16_hd192x128", DType::kFloat16, 192, 128, sm90::kFp16Hd192x128, Form::kShortGather},
+    {"sm90_short_one_tile_fp16_hd192x128", DType::kFloat16, 192, 128, sm90::kFp16Hd192x128, Form::kShortOneTile},
+    {"sm90_fp16_hd192", DType::kFloat16, 192, 192, sm90::kFp16Hd192, Form::kBoxes},
+    {"sm90_gather_fp16_hd192", DType::kFloat16, 192, 192, sm90::kFp16Hd192, Form::kGather},
+    {"sm90_one_tile_fp16_hd192", DType::kFloat16, 192, 192, sm90::kFp16Hd192, Form::kOneTile},
+    {"sm90_fp8_keys_fp16_hd192", DType::kFloat16, 192, 192, sm90::kFp16Hd192, Form::kFp8Keys},
+    {"sm90_fp8_keys_gather_fp16_hd192", DType::kFloat16, 192, 192, sm90::kFp16Hd192, Form::kFp8KeysGather},
+    {"sm90_fp16_hd256", DType::kFloat16, 256, 256, sm90::kFp16Hd256, Form::kBoxes},
+    {"sm90_gather_fp16_hd256", DType::kFloat16, 256, 256, sm90::kFp16Hd256, Form::kGather},
+    {"sm90_one_tile_fp16_hd256", DType::kFloat16, 256, 256, sm90::kFp16Hd256, Form::kOneTile},
+    {"sm90_fp8_keys_fp16_hd256", DType::kFloat16, 256, 256, sm90::kFp16Hd256, Form::kFp8Keys},
+    {"sm90_fp8_keys_gather_fp16_hd256", DType::kFloat16, 256, 256, sm90::kFp16Hd256, Form::kFp8KeysGather},
+    {"sm90_e4m3_hd128", DType::kFloat8E4M3, 128, 128, sm90::kE4m3Hd128, Form::kBoxes, &reject_e4m3},
+    {"sm90_gather_e4m3_hd128", DType::kFloat8E4M3, 128, 128, sm90::kE4m3Hd128, Form::kGather, &reject_e4m3},
+    {"sm90_e4m3_hd192", DType::kFloat8E4M3, 192, 192, sm90::kE4m3Hd192, Form::kBoxes, &reject_e4m3},
+    {"sm90_gather_e4m3_hd192", DType::kFloat8E4M3, 192, 192, sm90::kE4m3Hd192, Form::kGather, &reject_e4m3},
+    {"sm90_e4m3_hd256", DType::kFloat8E4M3, 256, 256, sm90::kE4m3Hd256, Form::kBoxes, &reject_e4m3},
+    {"sm90_gather_e4m3_hd256", DType::kFloat8E4M3, 256, 256, sm90::kE4m3Hd256, Form::kGather, &reject_e4m3},
 #endif
     {"bf16_hd64", DType::kBFloat16, 64, 64, &launch_bf16_hd64},
     {"bf16_hd96", DType::kBFloat16, 96, 96, &launch_bf16_hd96},
@@ -126,6 +266,9 @@ constexpr Impl kImpls[] = {
 
 }  // namespace
 
-Launch select_launch(const char* op, const Params& params) { return select_impl(op, kImpls, params).launch; }
+void launch(const char* op, const Params& params, CUstream_st* stream) {
+  const Call call{params};
+  select_impl(op, kImpls, call).launch(call, stream);
+}
 
 }  // namespace attnops::fmha

@@ -5,9 +5,7 @@ struct CUstream_st;
 
 namespace attnops::fmha {
 
-using Launch = void (*)(const Params&, CUstream_st*);
-
-// The first kernel of the table that accepts the arguments; when none does, throws with the reason of each.
-Launch select_launch(const char* op, const Params& params);
+// Launches the first kernel of the table that accepts the arguments; when none does, throws with the reason of each.
+void launch(const char* op, const Params& params, CUstream_st* stream);
 
 }  // namespace attnops::fmha

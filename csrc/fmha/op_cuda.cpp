@@ -30,7 +30,7 @@ void fmha_plan_cuda(const Tensor& tile_order, const Tensor& cu_seqlens_q, const 
 
 void run_cuda(const char* op, const Params& params, const Tensor& q) {
   const OnDevice guard(q);
-  select_launch(op, params)(params, current_stream(q));
+  launch(op, params, current_stream(q));
 }
 
 }  // namespace

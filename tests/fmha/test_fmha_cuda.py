@@ -13,8 +13,8 @@ import pytest
 import torch
 from attnops import ops
 from attnops.metadata import FmhaPlan
-from checks import MAX_RELATIVE_ERROR_FP8
-from fmha_calls import assert_right, assert_same_bits, plan_of, run
+from checks import MAX_RELATIVE_ERROR, MAX_RELATIVE_ERROR_FP8
+from fmha_calls import assert_right, assert_same_bits, filled, plan_of, run, split_plan
 from problems import E5M2, FP8, paged_problem, poisoned, ragged_problem, random_tree_mask
 
 pytestmark = pytest.mark.gpu
@@ -57,8 +57,56 @@ def test_dims_reach_every_row(kernels):
         for head_dim in (128, 192, 256):
             problem = ragged_problem([70, 3], head_dim=head_dim, dtype=FP8).to("cuda")
             assert_right(problem, bound=MAX_RELATIVE_ERROR_FP8, lse_atol=1e-2)
-    others = ("bf16", "fp16") if hopper else ("sm90",)
-    assert rows_asked_since(before) == {row for row in ROWS if not row.startswith(others)}
+    mine = r"sm90_[^_]+_hd|fp32|any" if hopper else "(?!sm90)"  # of Hopper's kernels those of other forms: below
+    assert rows_asked_since(before) == {row for row in ROWS if re.match(mine, row)}
+
+
+def problem_of(form: str, dtype: torch.dtype, head_dim: int, head_dim_v: int):
+    """A call that a form of Hopper's kernels is for, and its plan, or None: one that cuts nothing."""
+    options = {"num_q_heads": 16, "num_kv_heads": 4, "head_dim": head_dim, "dtype": dtype}
+    if "fp8_keys" in form:
+        options["kv_dtype"] = FP8
+    if "gather" in form:  # few rows share a tile as they do in the long shape, so short calls may gather
+        problem = paged_problem([130, 90], [3, 2], page_size=3, **options)
+        problem = dataclasses.replace(problem, v_pages=problem.v_pages[..., :head_dim_v])
+    else:
+        mean = {"short": 90, "short_one_tile": 45, "one_tile": 100 if head_dim_v <= 128 else 30}.get(form, 200)
+        lengths = [mean - 5, mean + 5] * (48 if form == "one_tile" else 1)
+        problem = ragged_problem(lengths, head_dim_v=head_dim_v, padding=0, **options)
+    problem = problem.to("cuda")
+    return problem, filled(split_plan(problem), problem) if form.startswith(("short", "one_tile")) else None
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.startswith("sm90")])
+def test_every_form_of_hoppers_kernels_is_a_row(row, kernels):
+    if kernels == PORTABLE or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("Hopper's own kernels")
+    form, name, head_dim, head_dim_v = re.fullmatch(r"sm90_(?:(.*)_)?([^_]+)_hd(\d+)(?:x(\d+))?", row).groups()
+    dtype = {**DTYPES, "e4m3": FP8}[name]
+    problem, plan = problem_of(form or "", dtype, int(head_dim), int(head_dim_v or head_dim))
+    before = counts()
+    bounds = {"bound": MAX_RELATIVE_ERROR_FP8, "lse_atol": 1e-2} if dtype == FP8 else {}
+    assert_right(problem, plan=plan, **bounds)
+    assert rows_asked_since(before) == {row}
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (40, 40), (128, 128), (192, 128), (256, 256), (320, 256)])
+def test_e4m3_queries(dims, kernels):
+    """Hopper multiplies them as they are. Others get them in bfloat16, which holds every value, and err less."""
+    hopper = kernels != PORTABLE and torch.cuda.get_device_capability() == (9, 0)
+    if hopper and (dims[0] % 16 or dims[0] > 256):
+        pytest.skip("no kernel of Hopper's, which says so")
+    lengths = [1, 130, 300], [40, 130, 777]
+    problems = [ragged_problem(*lengths, dtype=FP8, head_dim=dims[0], head_dim_v=dims[1])]
+    if dims[0] == dims[1]:
+        problems.append(paged_problem(lengths[1], lengths[0], head_dim=dims[0], dtype=FP8))
+    for problem in problems:
+        problem = problem.to("cuda")
+        bound = MAX_RELATIVE_ERROR_FP8 if hopper else MAX_RELATIVE_ERROR[torch.bfloat16]
+        assert_right(problem, bound=bound, lse_atol=1e-2)
+        assert run(problem)[0].dtype == torch.bfloat16
+        if not hopper:
+            assert_same_bits(run(problem), run(dataclasses.replace(problem, q=problem.q.bfloat16())))
 
 
 @pytest.mark.parametrize("seed", range(60))

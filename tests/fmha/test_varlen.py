@@ -6,9 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attnops import ops
+from attnops.ops import _prefill_calls
 from checks import MAX_RELATIVE_ERROR, MAX_RELATIVE_ERROR_FP8, relative_error
 from fmha_calls import assert_right, assert_same_bits, plan_of, run
 from problems import E5M2, FP8, RaggedProblem, ragged_problem, random_tree_mask
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -197,6 +199,25 @@ def test_fp8_queries(options, dims, device):
     problem = ragged_problem(*lengths, dtype=FP8, head_dim=dims[0], head_dim_v=dims[1]).to(device)
     assert_right(problem, **bounds, **options)
     assert run(problem, **options)[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("device", "hopper", "arch", "dtype"),
+    [
+        ("cuda", True, "", FP8),
+        ("cuda", True, "90", FP8),
+        ("cuda", True, "80", torch.bfloat16),
+        ("cuda", False, "", torch.bfloat16),
+        ("cpu", False, "", FP8),
+    ],
+)
+def test_where_fp8_queries_become_bfloat16(device, hopper, arch, dtype, monkeypatch):
+    monkeypatch.setenv("ATTNOPS_CUDA_ARCH", arch)
+    monkeypatch.setattr(_prefill_calls, "runs_hopper_kernels", lambda device: hopper)
+    with FakeTensorMode():
+        q = torch.empty(3, 2, 64, dtype=torch.bfloat16, device=device)
+        assert _prefill_calls.queries_of(q).dtype == torch.bfloat16
+        assert _prefill_calls.queries_of(q.to(FP8)).dtype == dtype
 
 
 @pytest.mark.parametrize("device", DEVICES)

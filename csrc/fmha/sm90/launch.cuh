@@ -1,5 +1,8 @@
 #pragma once
 #include <numeric>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
 
 #include "device/common/arch.h"
 #include "device/common/launch_dependent.cuh"
@@ -30,6 +33,13 @@ inline bool starts_on_16(const Params& p) {
   return bits % 16 == 0 && strides % 16 == 0;
 }
 
+// Rows of a box of these kernels' keys; 0: they come row by row.
+template <class Tr>
+int box_keys_of(const Params& p) {
+  const bool boxes = Tr::kNarrow ? starts_on_16(p) : p.kv_dtype == p.dtype;
+  return boxes ? keys_per_box(p, Tr::kKeys) : 0;
+}
+
 // Without scratch for all pieces of the plan, tiles are left whole: the plan's order has them all.
 template <class Tr>
 bool has_scratch(const Params& p, int works_per_tile) {
@@ -47,8 +57,7 @@ Schedule make_schedule(const Params& p) {
   s.max_pieces = may_cut && has_scratch<Tr>(p, s.works_per_tile) ? p.max_pieces : 0;
   s.num_works += s.max_pieces * s.works_per_tile;
   s.takes = s.num_works / s.turns;
-  const bool boxes = Tr::kNarrow ? starts_on_16(p) : p.kv_dtype == p.dtype;
-  s.box_keys = boxes ? keys_per_box(p, Tr::kKeys) : 0;
+  s.box_keys = box_keys_of<Tr>(p);
   if (s.box_keys == 0) {
     find_row_units(p, true, s.key_rows);
     find_row_units(p, false, s.value_rows);
@@ -109,21 +118,6 @@ void launch_kernel(const Params& p, const Schedule& s, cudaStream_t stream) {
                                                    stream, p, s, queries, keys, values);
 }
 
-template <class Tr>
-void launch_traits(const Params& p, cudaStream_t stream) {
-  if (p.num_q_tokens == 0) return;
-  Schedule s = make_schedule<Tr>(p);
-  if (s.box_keys == 0) return launch_kernel<typename Tr::Rows, true>(p, s, stream);
-  if constexpr (Tr::kHasOneTile) {
-    using OneTile = typename Tr::OneTile;
-    if (s.plain != 0 && has_one_tile(p, Tr::kKeys, Tr::kHeadDimV)) {
-      s.together = OneTile::kTogether;
-      return launch_kernel<OneTile, false>(p, s, stream);
-    }
-  }
-  launch_kernel<Tr, false>(p, s, stream);
-}
-
 // Short calls have a shape of their own: half of the rows and keys, and two CTAs an SM. Where fewer heads then share a
 // tile, keys are read oftener: twice where they come in boxes, or more of them by few works. Rows are gathered once.
 // A call of few rows has all heads of a group in a tile.
@@ -137,16 +131,75 @@ bool suits_short(const Params& p) {
   return small.blocks_per_group <= 2 * s.blocks_per_group || int64_t{p.num_tiles} * small.works_per_tile <= kFewWorks;
 }
 
-// Calls of one shape. e4m3 keys of 16-bit queries have kernels of their own.
+// Whether the form for works of one tile serves a call whose keys come in boxes.
 template <class Tr>
-void launch(const Params& p, cudaStream_t stream) {
-  if (p.kv_dtype != p.dtype) return launch_traits<typename Tr::Narrow>(p, stream);
-  launch_traits<Tr>(p, stream);
+bool suits_one_tile(const Params& p) {
+  if constexpr (Tr::kHasOneTile) {
+    return has_one_tile(p, Tr::kKeys, Tr::kHeadDimV) && schedule_of(p, Tr::kRows, 1).plain != 0;
+  }
+  return false;
 }
 
-template <class Tr, class Short>
-void launch_by_size(const Params& p, cudaStream_t stream) {
-  suits_short<Tr, Short>(p) ? launch_traits<Short>(p, stream) : launch<Tr>(p, stream);
+// The choice among the kernels of an instantiation: of the shape `Tr`, and of `Short` for short calls, where it has
+// one.
+template <class Tr, class Short = void>
+Form form_of(const Params& p) {
+  if constexpr (!std::is_void_v<Short>) {
+    if (suits_short<Tr, Short>(p)) {
+      if (box_keys_of<Short>(p) == 0) return Form::kShortGather;
+      return suits_one_tile<Short>(p) ? Form::kShortOneTile : Form::kShort;
+    }
+  }
+  if constexpr (!Tr::kFp8) {
+    if (p.kv_dtype != p.dtype) return box_keys_of<typename Tr::Narrow>(p) == 0 ? Form::kFp8KeysGather : Form::kFp8Keys;
+  }
+  if (box_keys_of<Tr>(p) == 0) return Form::kGather;
+  return suits_one_tile<Tr>(p) ? Form::kOneTile : Form::kBoxes;
+}
+
+template <class Tr>
+void launch_boxes(const Params& p, cudaStream_t stream) {
+  launch_kernel<Tr, false>(p, make_schedule<Tr>(p), stream);
+}
+
+template <class Tr>
+void launch_gather(const Params& p, cudaStream_t stream) {
+  launch_kernel<typename Tr::Rows, true>(p, make_schedule<Tr>(p), stream);
+}
+
+template <class Tr>
+void launch_one_tile(const Params& p, cudaStream_t stream) {
+  using OneTile = typename Tr::OneTile;
+  Schedule s = make_schedule<Tr>(p);
+  s.together = OneTile::kTogether;
+  launch_kernel<OneTile, false>(p, s, stream);
+}
+
+// Of a form that `form_of` gives for such a call.
+template <class Tr, class Short = void>
+void launch_form(Form form, const Params& p, cudaStream_t stream) {
+  if (p.num_q_tokens == 0) return;
+  if (form == Form::kBoxes) return launch_boxes<Tr>(p, stream);
+  if (form == Form::kGather) return launch_gather<Tr>(p, stream);
+  if constexpr (Tr::kHasOneTile) {
+    if (form == Form::kOneTile) return launch_one_tile<Tr>(p, stream);
+  }
+  if constexpr (!Tr::kFp8) {
+    if (form == Form::kFp8Keys) return launch_boxes<typename Tr::Narrow>(p, stream);
+    if (form == Form::kFp8KeysGather) return launch_gather<typename Tr::Narrow>(p, stream);
+  }
+  if constexpr (!std::is_void_v<Short>) {
+    if (form == Form::kShort) return launch_boxes<Short>(p, stream);
+    if (form == Form::kShortGather) return launch_gather<Short>(p, stream);
+    if (form == Form::kShortOneTile) return launch_one_tile<Short>(p, stream);
+  }
+  throw std::logic_error("attnops::fmha: an instantiation has no kernel of form " +
+                         std::to_string(static_cast<int>(form)));
+}
+
+template <class Tr, class Short = void>
+constexpr Kernels kernels_of() {
+  return {&form_of<Tr, Short>, &launch_form<Tr, Short>};
 }
 
 }  // namespace attnops::fmha::sm90

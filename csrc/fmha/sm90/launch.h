@@ -5,20 +5,19 @@ struct CUstream_st;
 
 namespace attnops::fmha::sm90 {
 
-void launch_bf16_hd64(const Params& p, CUstream_st* stream);
-void launch_bf16_hd96(const Params& p, CUstream_st* stream);
-void launch_bf16_hd128(const Params& p, CUstream_st* stream);
-void launch_bf16_hd192x128(const Params& p, CUstream_st* stream);
-void launch_bf16_hd192(const Params& p, CUstream_st* stream);
-void launch_bf16_hd256(const Params& p, CUstream_st* stream);
-void launch_fp16_hd64(const Params& p, CUstream_st* stream);
-void launch_fp16_hd96(const Params& p, CUstream_st* stream);
-void launch_fp16_hd128(const Params& p, CUstream_st* stream);
-void launch_fp16_hd192x128(const Params& p, CUstream_st* stream);
-void launch_fp16_hd192(const Params& p, CUstream_st* stream);
-void launch_fp16_hd256(const Params& p, CUstream_st* stream);
-void launch_e4m3_hd128(const Params& p, CUstream_st* stream);
-void launch_e4m3_hd192(const Params& p, CUstream_st* stream);
-void launch_e4m3_hd256(const Params& p, CUstream_st* stream);
+// The kernels of an instantiation: all of its head dims and of its type of queries. Each is a row of impls.cpp.
+// Gather: keys come row by row, else in boxes. One tile: works have one tile of keys as a rule. FP8 keys: e4m3 under
+// 16-bit queries. Short: calls of few products, whose gathered keys may be e4m3, too.
+enum class Form { kBoxes, kGather, kOneTile, kFp8Keys, kFp8KeysGather, kShort, kShortGather, kShortOneTile };
+
+// What one file of instantiations/ has. The form follows from what the host knows of a call: form_of in launch.cuh.
+struct Kernels {
+  Form (*form_of)(const Params& p);
+  void (*launch)(Form form, const Params& p, CUstream_st* stream);
+};
+
+extern const Kernels kBf16Hd64, kBf16Hd96, kBf16Hd128, kBf16Hd192x128, kBf16Hd192, kBf16Hd256;
+extern const Kernels kFp16Hd64, kFp16Hd96, kFp16Hd128, kFp16Hd192x128, kFp16Hd192, kFp16Hd256;
+extern const Kernels kE4m3Hd128, kE4m3Hd192, kE4m3Hd256;
 
 }  // namespace attnops::fmha::sm90

@@ -135,7 +135,7 @@ class DualChunkFlashAttentionBackend(AttentionBackend):
         if batch.tree_mask is not None:
             raise NotImplementedError("attnops: a tree mask and dual chunks exclude each other: verify chains")
         if self._torch is not None:
-            self._torch.steps.out_graph(batch)
+            self._torch.steps.out_graph(batch, in_capture)
             return
         local = self._local.step(batch, self._buffers.step(batch))
         count = local.local_seqused_k.shape[0]

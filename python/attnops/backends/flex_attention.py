@@ -160,6 +160,7 @@ class FlexAttentionBackend(GatheredBackend):
         CAPABILITY, chosen_on=frozenset(), compiles_at_run_time=True, needs_cuda_kernels=True
     )
     softmax = staticmethod(_flex)
+    ends_early = False  # it takes all keys at once, and their number chooses a compiled kernel
 
     def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device | str = "cpu") -> None:
         super().__init__(spec, limits, device)

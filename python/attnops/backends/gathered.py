@@ -1,8 +1,9 @@
 """Steps of backends in plain torch, all requests at once: keys are gathered from their pages, a chunk at a time.
 
-Lengths stay on the device, so chunks run to a bound of the host, and a step can be captured. Torch launches each chunk
-from the host. It cannot leave one out for what the device knows, unless it waits for the device, which no step may. So
-the loop is as long as `most_keys` says, whatever the lengths are. A caller who knows more says so in the batch.
+Torch launches each chunk from the host, and lengths are the device's. So the loop ends where the host knows that all
+requests have ended. `most_keys` is what it was told. An eager step also asks the device for its longest request, and
+waits for no answer (`longest.py`). Chunks are launched until it is there, and none beyond that request. A CPU answers
+at once. A captured step is for lengths to come, so it walks all keys that the host was not told to leave out.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from attnops.backends.base import AttentionBackend, LayerCall, is_causal
 from attnops.backends.capability import DECODER_MODES, FLOATS, Capability, HeadDims
+from attnops.backends.longest import LongestRequest
 from attnops.backends.prepared import PreparedStep, in_one_thread
 from attnops.backends.store import FP8, heads, store_kv, store_mla, uses_window_slots
 from attnops.graph_buffers import PagedBuffers, PagedStep
@@ -69,22 +71,37 @@ class GatheredSteps:
     Args:
         owner: The backend's name, for messages.
         softmax: The attention itself.
+        ends_early: It takes chunks one after another, and one that no query sees changes no bit. So how many there are
+            may be found out on the way.
     """
 
-    def __init__(self, owner: str, spec: AttentionSpec, limits: Limits, device: torch.device, softmax: Softmax) -> None:
+    def __init__(
+        self,
+        owner: str,
+        spec: AttentionSpec,
+        limits: Limits,
+        device: torch.device,
+        softmax: Softmax,
+        ends_early: bool = True,
+    ) -> None:
         self.name, self.spec, self.limits, self._softmax = owner, spec, limits, softmax
         self.buffers = PagedBuffers(spec, limits, device)
         self.prepared: PreparedStep[PagedStep] = PreparedStep()
+        self._ends_early, self._in_capture = ends_early, False
+        self._longest: LongestRequest | None = None
 
-    def out_graph(self, batch: AttentionBatch) -> None:
+    def out_graph(self, batch: AttentionBatch, in_capture: bool = False) -> None:
         self.limits.check(batch)
         self.prepared.begin(batch, self.buffers.step(batch))
+        self._in_capture, self._longest = in_capture, None
 
     @in_one_thread
     def in_graph(self, batch: AttentionBatch) -> None:
         step = self.prepared.plan(batch)
         if not batch.forward_mode.is_idle():
             self.buffers.build(step, batch)
+            if self._ends_early:
+                self._longest = LongestRequest.ask(batch.cache_seqlens, self._in_capture)
 
     @in_one_thread
     def attend(self, call: LayerCall) -> None:
@@ -121,7 +138,7 @@ class GatheredSteps:
             store_kv(call.layer, call.batch, step, call.k, call.v, self.buffers.report)
 
     def _paged_chunks(self, layer: RadixAttention, batch: AttentionBatch, step: PagedStep, queries: Queries) -> Chunks:
-        """Keys and values from their pages, up to the longest length that the host cannot rule out."""
+        """Keys and values from their pages, until the host knows that no request has more."""
         pool = batch.token_to_kv_pool
         assert pool is not None
         table = step.window_page_table if uses_window_slots(layer, pool) else step.page_table
@@ -130,6 +147,9 @@ class GatheredSteps:
         max_pages = -(-most_keys(batch, self.limits) // pool.page_size)
         take = _taker(pool, layer)
         for first in range(0, max_pages, pages_per_chunk):
+            longest = None if self._longest is None else self._longest.keys()
+            if longest is not None and first * pool.page_size >= longest:
+                return
             # Cells past a request's length hold anything, and so do the tokens they lead to: both are selected away.
             pages = table[:, first : min(first + pages_per_chunk, max_pages)].long()
             cells = pages.clamp(0, pool.num_pages - 1)
@@ -189,20 +209,22 @@ class GatheredBackend(AttentionBackend):
 
     Attributes:
         softmax: That attention, a `Softmax`.
+        ends_early: As of `GatheredSteps`.
     """
 
     softmax: ClassVar[Any]
+    ends_early: ClassVar[bool] = True
 
     def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device | str = "cpu") -> None:
         super().__init__(spec, limits, device)
-        self._steps = GatheredSteps(self.name, spec, limits, self.device, type(self).softmax)
+        self._steps = GatheredSteps(self.name, spec, limits, self.device, type(self).softmax, self.ends_early)
 
     @property
     def fault_report(self) -> Tensor | None:
         return self._steps.buffers.report
 
     def init_forward_metadata_out_graph(self, batch: AttentionBatch, in_capture: bool = False) -> None:
-        self._steps.out_graph(batch)
+        self._steps.out_graph(batch, in_capture)
 
     def init_forward_metadata_in_graph(self, batch: AttentionBatch) -> None:
         self._steps.in_graph(batch)

@@ -198,8 +198,8 @@ def _warn_once(group: str, spec: AttentionSpec, rejected: dict[str, list[str]]) 
     """A GPU was given loops in torch: say so, and what would have to change."""
     reasons = "".join(f"\n  {name}: {'; '.join(why)}" for name, why in rejected.items())
     text = (
-        f"attnops: {group} runs on {SLOW}, since no kernel serves this model here. It loops in torch over all keys "
-        "that the host cannot rule out, since lengths are the device's. That is Limits.max_seqlen, unless "
+        f"attnops: {group} runs on {SLOW}, since no kernel serves this model here. It loops in torch over keys: those "
+        "of the longest request, once the host has heard from the GPU. In a CUDA graph it is Limits.max_seqlen, unless "
         f"AttentionBatch.max_cache_seqlen or max_prefix_tokens says less{reasons}"
     )
     if text not in _warned:

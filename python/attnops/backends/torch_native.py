@@ -63,8 +63,9 @@ def attend_gathered(queries: Queries, chunks: Chunks, layer: RadixAttention, sco
 class TorchNativeAttnBackend(GatheredBackend):
     """Every mode and option in torch, on any device. Exact, and slow.
 
-    A layer walks all keys that the host cannot rule out, 256 at a time, however short the requests are. Lengths are the
-    device's, and no step reads it. `AttentionBatch.max_cache_seqlen` or `max_prefix_tokens` end the walk earlier.
+    A layer walks keys 256 at a time, until the host knows that no request has more. A CPU's lengths say so at once. A
+    GPU's are asked for when an eager step is planned. Nobody waits for them, so the first layer may walk some chunks in
+    vain. A captured step walks all keys that `Limits`, `AttentionBatch.max_cache_seqlen` and `max_prefix_tokens` allow.
     """
 
     capability = dataclasses.replace(

@@ -7,7 +7,9 @@ import math
 import torch
 from torch import Tensor
 
+from attnops.environment import CUDA_ARCH
 from attnops.metadata.fmha_plan import FmhaPlan
+from attnops.metadata.plan_parts import runs_hopper_kernels
 
 # Looked up once: three names cost a tenth of a microsecond in each call.
 attend_ragged = torch.ops.attnops.fmha_varlen.default
@@ -90,6 +92,15 @@ def attend_pages(
 
 def dtype_of_results(q: Tensor) -> torch.dtype:
     return torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
+
+
+def queries_of(q: Tensor) -> Tensor:
+    """q as its device's kernels take it. Hopper and CPUs multiply e4m3 queries; elsewhere they become bfloat16, which
+    holds every value of theirs. ATTNOPS_CUDA_ARCH is heard, as in the kernels' choice."""
+    if q.dtype != torch.float8_e4m3fn or q.device.type != "cuda":
+        return q
+    cap = CUDA_ARCH.value()
+    return q if runs_hopper_kernels(q.device) and (cap is None or cap >= 90) else q.to(torch.bfloat16)
 
 
 def in_vectors(rows: Tensor) -> bool:

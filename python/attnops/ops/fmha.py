@@ -13,7 +13,14 @@ from attnops.metadata.plan import XqaDecodePlan
 from attnops.metadata.plan_checks import check_plan_key
 from attnops.ops._arguments import names_its_arguments, register_fake
 from attnops.ops._block_prefill import prefill_blocks, refuse_with_blocks
-from attnops.ops._prefill_calls import attend_pages, attend_ragged, dtype_of_results, in_vectors, order_tiles
+from attnops.ops._prefill_calls import (
+    attend_pages,
+    attend_ragged,
+    dtype_of_results,
+    in_vectors,
+    order_tiles,
+    queries_of,
+)
 from attnops.ops.xqa_decode import xqa_decode, xqa_decode_plan
 
 _DECODE_DTYPES = (torch.bfloat16, torch.float16)
@@ -81,9 +88,9 @@ def fmha_varlen(
     """Attention of every request of a ragged batch over its own ragged keys.
 
     Args:
-        q: ``[T, H_q, D_qk]`` (float32, float16, bfloat16; on the CPU and sm_90 also float8_e4m3fn, with k and v of
-            it). Its last dim is dense, other strides are free, as in k, v, out: slices of a fused projection pass as
-            they are. Both head dims are multiples of 8 in [32, 576].
+        q: ``[T, H_q, D_qk]`` (float32, float16, bfloat16; float8_e4m3fn with k and v of it, which GPUs other than
+            sm_90 take as a copy in bfloat16). Its last dim is dense, other strides are free, as in k, v, out: slices of
+            a fused projection pass as they are. Both head dims are multiples of 8 in [32, 576].
         k, v: ``[T_k, H_kv, D_qk]``, ``[T_k, H_kv, D_v]`` in q's dtype, or both float8_e4m3fn or float8_e5m2 (slow on
             the CPU). ``H_q`` is a multiple of ``H_kv``; query head h uses KV head ``h // (H_q / H_kv)``.
         cu_seqlens_q, cu_seqlens_k: int32 ``[B + 1]``: where each request's queries and keys begin. Empty requests are
@@ -119,6 +126,8 @@ def fmha_varlen(
     """
     if causal != plan.causal or window_left != plan.window_left:
         check_plan_key("fmha_varlen", plan, {"causal": causal, "window_left": window_left}, "causal and window_left")
+    if q.dtype == torch.float8_e4m3fn:
+        q = queries_of(q)
     out, lse = _destinations(q, v.shape[-1], out, lse, return_lse)
     attend_ragged(
         out,
@@ -206,6 +215,8 @@ def fmha_paged(
         ValueError: the plan was allocated for another geometry.
         RuntimeError: naming the argument whose shape, dtype, stride, device or range does not fit.
     """
+    if q.dtype == torch.float8_e4m3fn:
+        q = queries_of(q)
     if block_list is not None or isinstance(plan, BlockPrefillPlan):
         refuse_with_blocks(plan, block_list, window_left, window_right, hidden_keys)
         assert block_list is not None and isinstance(plan, BlockPrefillPlan)

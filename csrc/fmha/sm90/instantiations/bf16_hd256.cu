@@ -2,15 +2,13 @@
 
 namespace attnops::fmha::sm90 {
 
-void launch_bf16_hd256(const Params& p, CUstream_st* stream) {
-  launch<Traits<__nv_bfloat16, Shape{.head_dim_qk = 256,
-                                     .head_dim_v = 256,
-                                     .keys = 80,
-                                     .warpgroups = 2,
-                                     .q_stages = 1,
-                                     .stages = 2,
-                                     .registers = 224,
-                                     .overlap = false}>>(p, stream);
-}
+const Kernels kBf16Hd256 = kernels_of<Traits<__nv_bfloat16, Shape{.head_dim_qk = 256,
+                                                                  .head_dim_v = 256,
+                                                                  .keys = 80,
+                                                                  .warpgroups = 2,
+                                                                  .q_stages = 1,
+                                                                  .stages = 2,
+                                                                  .registers = 224,
+                                                                  .overlap = false}>>();
 
 }  // namespace attnops::fmha::sm90

@@ -2,25 +2,23 @@
 
 namespace attnops::fmha::sm90 {
 
-void launch_bf16_hd64(const Params& p, CUstream_st* stream) {
-  launch_by_size<Traits<__nv_bfloat16, Shape{.head_dim_qk = 64,
-                                             .head_dim_v = 64,
-                                             .keys = 128,
-                                             .warpgroups = 3,
-                                             .q_stages = 2,
-                                             .stages = 2,
-                                             .registers = 152,
-                                             .overlap = false,
-                                             .largest_first = true}>,
-                 Traits<__nv_bfloat16, Shape{.head_dim_qk = 64,
-                                             .head_dim_v = 64,
-                                             .keys = 64,
-                                             .warpgroups = 1,
-                                             .q_stages = 2,
-                                             .stages = 2,
-                                             .registers = 184,
-                                             .turns = false,
-                                             .ctas = 2}>>(p, stream);
-}
+const Kernels kBf16Hd64 = kernels_of<Traits<__nv_bfloat16, Shape{.head_dim_qk = 64,
+                                                                 .head_dim_v = 64,
+                                                                 .keys = 128,
+                                                                 .warpgroups = 3,
+                                                                 .q_stages = 2,
+                                                                 .stages = 2,
+                                                                 .registers = 152,
+                                                                 .overlap = false,
+                                                                 .largest_first = true}>,
+                                     Traits<__nv_bfloat16, Shape{.head_dim_qk = 64,
+                                                                 .head_dim_v = 64,
+                                                                 .keys = 64,
+                                                                 .warpgroups = 1,
+                                                                 .q_stages = 2,
+                                                                 .stages = 2,
+                                                                 .registers = 184,
+                                                                 .turns = false,
+                                                                 .ctas = 2}>>();
 
 }  // namespace attnops::fmha::sm90

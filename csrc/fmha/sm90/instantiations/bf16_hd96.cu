@@ -2,23 +2,21 @@
 
 namespace attnops::fmha::sm90 {
 
-void launch_bf16_hd96(const Params& p, CUstream_st* stream) {
-  launch_by_size<Traits<__nv_bfloat16, Shape{.head_dim_qk = 96,
-                                             .head_dim_v = 96,
-                                             .keys = 128,
-                                             .warpgroups = 2,
-                                             .q_stages = 2,
-                                             .stages = 2,
-                                             .registers = 216}>,
-                 Traits<__nv_bfloat16, Shape{.head_dim_qk = 96,
-                                             .head_dim_v = 96,
-                                             .keys = 64,
-                                             .warpgroups = 1,
-                                             .q_stages = 2,
-                                             .stages = 2,
-                                             .registers = 184,
-                                             .turns = false,
-                                             .ctas = 2}>>(p, stream);
-}
+const Kernels kBf16Hd96 = kernels_of<Traits<__nv_bfloat16, Shape{.head_dim_qk = 96,
+                                                                 .head_dim_v = 96,
+                                                                 .keys = 128,
+                                                                 .warpgroups = 2,
+                                                                 .q_stages = 2,
+                                                                 .stages = 2,
+                                                                 .registers = 216}>,
+                                     Traits<__nv_bfloat16, Shape{.head_dim_qk = 96,
+                                                                 .head_dim_v = 96,
+                                                                 .keys = 64,
+                                                                 .warpgroups = 1,
+                                                                 .q_stages = 2,
+                                                                 .stages = 2,
+                                                                 .registers = 184,
+                                                                 .turns = false,
+                                                                 .ctas = 2}>>();
 
 }  // namespace attnops::fmha::sm90

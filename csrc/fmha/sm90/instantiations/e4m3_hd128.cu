@@ -2,14 +2,12 @@
 
 namespace attnops::fmha::sm90 {
 
-void launch_e4m3_hd128(const Params& p, CUstream_st* stream) {
-  launch_traits<Traits<__nv_fp8_e4m3, Shape{.head_dim_qk = 128,
-                                            .head_dim_v = 128,
-                                            .keys = 128,
-                                            .warpgroups = 2,
-                                            .q_stages = 2,
-                                            .stages = 3,
-                                            .registers = 216}>>(p, stream);
-}
+const Kernels kE4m3Hd128 = kernels_of<Traits<__nv_fp8_e4m3, Shape{.head_dim_qk = 128,
+                                                                  .head_dim_v = 128,
+                                                                  .keys = 128,
+                                                                  .warpgroups = 2,
+                                                                  .q_stages = 2,
+                                                                  .stages = 3,
+                                                                  .registers = 216}>>();
 
 }  // namespace attnops::fmha::sm90

@@ -2,14 +2,12 @@
 
 namespace attnops::fmha::sm90 {
 
-void launch_e4m3_hd256(const Params& p, CUstream_st* stream) {
-  launch_traits<Traits<__nv_fp8_e4m3, Shape{.head_dim_qk = 256,
-                                            .head_dim_v = 256,
-                                            .keys = 64,
-                                            .warpgroups = 2,
-                                            .q_stages = 2,
-                                            .stages = 2,
-                                            .registers = 224}>>(p, stream);
-}
+const Kernels kE4m3Hd256 = kernels_of<Traits<__nv_fp8_e4m3, Shape{.head_dim_qk = 256,
+                                                                  .head_dim_v = 256,
+                                                                  .keys = 64,
+                                                                  .warpgroups = 2,
+                                                                  .q_stages = 2,
+                                                                  .stages = 2,
+                                                                  .registers = 224}>>();
 
 }  // namespace attnops::fmha::sm90
