@@ -5,8 +5,8 @@
 #include "device/sm90/barrier.cuh"
 #include "device/sm90/cluster.cuh"
 #include "device/sm90/copy.cuh"
+#include "device/sm90/shared_words.cuh"
 #include "device/sm90/wgmma.cuh"
-#include "mla_decode/sm90/clear.cuh"
 #include "mla_decode/sm90/few_rows/epilogue.cuh"
 #include "mla_decode/sm90/few_rows/layout.h"
 #include "mla_decode/sm90/few_rows/walk.cuh"
@@ -191,7 +191,7 @@ class Loader : QuarterPages<Paging> {
     for (int t = 0; t < kRingTiles; ++t) {
       for (int i = lane_ * 16; i < kGroupsPerWarp * kPieceStride; i += 32 * 16) {
         const uint32_t group = group_place(ring_place(t, warp_), i / kPieceStride);
-        clear16(group + kPiecesV * kPieceStride + i % kPieceStride);
+        attnops::sm90::clear_words(group + kPiecesV * kPieceStride + i % kPieceStride);
       }
     }
     __syncwarp();

@@ -3,7 +3,7 @@
 
 #include "device/sm90/barrier.cuh"
 #include "device/sm90/copy.cuh"
-#include "mla_decode/sm90/clear.cuh"
+#include "device/sm90/shared_words.cuh"
 #include "mla_decode/sm90/few_rows/launch.h"
 #include "mla_decode/sm90/few_rows/walk.cuh"
 #include "mla_decode/sm90/fp8_fragments/layout.h"
@@ -320,7 +320,7 @@ class Loader : QuarterPages<Paging> {
     for (; missing != 0; missing &= missing - 1) {
       const uint32_t row = first + (__ffs(missing) - 1) * At::Rows::kRowBytes;
 #pragma unroll 1
-      for (int i = lane_ * 16; i < kBytes; i += 32 * 16) clear16(row + i);
+      for (int i = lane_ * 16; i < kBytes; i += 32 * 16) attnops::sm90::clear_words(row + i);
     }
     attnops::sm90::fence_async_proxy();  // the copy engine writes there next
   }
