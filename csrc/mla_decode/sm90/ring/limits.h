@@ -13,9 +13,8 @@ inline const char* unsuited(const Params& p) {
   if (p.page_table.kv_indptr != nullptr) return "takes page_table as a matrix, got kv_indptr";
   if (!boxes_fit(p)) return "takes page_size 64, 128, ..., and no report";
   if (!is_common_or_tree(p, output_aligned(p))) {
-    return "takes no window_left, sinks or logit_cap, a softmax_scale above 0, q of rows at one distance, and out "
-           "whose "
-           "rows start on 16-byte boundaries";
+    return "takes no window_left, sinks or logit_cap, softmax_scale above 0, rows of q at one distance, rows of out on "
+           "16-byte boundaries";
   }
   if (p.fixed_split_tokens != 0) {
     return p.fixed_split_tokens >= kFewestCutTiles * kPlanTileTokens ? nullptr
