@@ -126,3 +126,19 @@ def test_every_call_of_a_peer_of_gqa_reads_its_own_slice(xqa, gqa_cell, monkeypa
         call(r)
     expected = [(r == 0, [(x.data_ptr(), x.shape) for x in cell.kv(max(r - 1, 0), hnd=True)]) for r in range(4)]
     assert calls == expected and len({kv[0] for _, kv in calls}) == 3
+
+
+@pytest.mark.parametrize(("case", "budgets"), [("bf16", [(12, 30)] * 2), ("sustained at 131072", [(700, 1 << 20)])])
+def test_a_sustained_case_is_one_long_stretch(xqa, gqa_cell, monkeypatch, case, budgets):
+    cell, asked = gqa_cell(), []
+
+    def replay_ms(graph, budget_ms, most=30):
+        asked.append((budget_ms, most))
+        return [3.0, 1.0, 2.0]
+
+    monkeypatch.setattr(xqa, "record_graph", lambda step, rotation: None)
+    monkeypatch.setattr(xqa, "replay_ms", replay_ms)
+    monkeypatch.setattr(cell, "relative_error", lambda *given: 0.001)
+    (record,) = xqa.measure(cell, case, [("attnops", lambda: lambda r: None, False)], 12, 0.02)
+    assert asked == budgets and record.state == case.split()[0].replace("bf16", "burst")
+    assert record.ms == pytest.approx(2 / cell.rotation, abs=1e-6)
