@@ -1,9 +1,12 @@
 """CPU attention: attnops against `torch_native`, PyTorch's SDPA and the machine's own read bandwidth, in one run.
 
-    python benchmarks/bench_cpu.py [--rounds 7] [--only decode,prefill,mla] [--write]
+    python benchmarks/bench_cpu.py [--rounds 7] [--only decode,prefill,mla] [--write] [--processor-time]
 
 Implementations of a cell are timed alternately, round by round, so that what disturbs the machine disturbs all of them;
 the median counts. `gbs` and `tflops` count what the cell needs: each K and V byte once, visible products only.
+With `--processor-time` a time is that of the process's threads, over their number: for a machine that others use, too.
+Set OMP_WAIT_POLICY=passive then, or threads that wait count as ones that work. Threads that take turns on a processor
+read memory faster than threads that run at a time, so the sweep, and shares of it, are of no use there.
 """
 
 from __future__ import annotations
@@ -172,20 +175,26 @@ def read_sweep() -> Callable[[], object]:
     return lambda: data.sum()
 
 
-def timed(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
+def processor_time() -> float:
+    return time.process_time() / torch.get_num_threads()
+
+
+def timed(run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    start = clock()
     run()
-    return time.perf_counter() - start
+    return clock() - start
 
 
-def measure(cell: Cell, rounds: int, sweep: Callable[[], object]) -> list[Record]:
+def measure(
+    cell: Cell, rounds: int, sweep: Callable[[], object], clock: Callable[[], float] = time.perf_counter
+) -> list[Record]:
     runs: dict[str, Callable[[], object]] = {**cell.runs, "read sweep": sweep}
     expected = cell.expected()
     errors = {name: ((run().double() - expected).norm() / expected.norm()).item() for name, run in cell.runs.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
-            times[name].append(timed(run))
+            times[name].append(timed(run, clock))
     medians = {name: statistics.median(values) for name, values in times.items()}
     ceiling = 2**30 / 1e9 / medians["read sweep"]
     print(f"\n{cell.case} {cell.params}   read sweep {ceiling:.1f} GB/s")
@@ -199,6 +208,7 @@ def measure(cell: Cell, rounds: int, sweep: Callable[[], object]) -> list[Record
         spread = f"{min(times[name]) * 1e3:.1f} to {max(times[name]) * 1e3:.1f}"
         print(f"  {name:24} {seconds * 1e3:9.2f} ms ({spread})  {tflops * 1e3:7.1f} GFLOP/s{share}  x{ratio:.2f}")
         note = f"spread {spread} ms; read sweep {ceiling:.2f} GB/s"
+        note += "; processor time" if clock is processor_time else ""
         record = Record(cell.case, name, cell.params, seconds * 1e3, gbs=gbs, tflops=tflops, note=note)
         record.rel_err = errors[name]
         record.device = f"{cpu_name()}, kernels for {torch.ops.attnops.cpu_isa()}"
@@ -212,12 +222,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", default="decode,prefill,mla")
     parser.add_argument("--write", action="store_true", help="replace these cases in results/cpu-<group>.jsonl")
+    parser.add_argument("--processor-time", action="store_true", help="of the threads, where others use the machine")
     parser.add_argument("--name", default="cpu", help="prefix of the result files, for another machine")
     arguments = parser.parse_args()
+    clock = processor_time if arguments.processor_time else time.perf_counter
     torch.manual_seed(0)
     sweep = read_sweep()
     for group in arguments.only.split(","):
-        records = [record for cell in cells({group}) for record in measure(cell, arguments.rounds, sweep)]
+        records = [record for cell in cells({group}) for record in measure(cell, arguments.rounds, sweep, clock)]
         if arguments.write:
             print("written:", write(records, f"{arguments.name}-{group}").name)
 

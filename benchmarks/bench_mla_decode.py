@@ -271,12 +271,7 @@ class AsSampled:
 
 
 def sampled_call(prepare: Callable, *arguments: str) -> Callable:
-    def make(problem: Problem) -> Callable:
-        step = prepare(AsSampled(problem), *arguments)
-        step(0)  # plans
-        return lambda r: step(r * sampled_contenders.PLAN_EVERY + 1)
-
-    return make
+    return lambda problem: sampled_contenders.planned_once(prepare(AsSampled(problem), *arguments))
 
 
 def peers_of(cell: Cell) -> dict[str, Callable]:

@@ -7,20 +7,22 @@ against float64 before anything is timed.
 
     python benchmarks/bench_xqa_decode.py --groups bf16,fp8,page,speculative,invariant,latency --write
 
-With `--context 131072` page tables are as wide as an engine's; the cases are then "bf16 at 131072" and so on.
+A peer that is not found, or refuses a cell, is named, and not timed. Peers are those of `sampled_contenders.py`. With
+`--context 131072` page tables are as wide as an engine's; the cases are then "bf16 at 131072" and so on. The group
+"sustained" replays each contender for 0.7 s at a stretch, so that the GPU's clock is that of steady work.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import dataclasses
-import functools
 import math
 import statistics
 import time
 from collections.abc import Callable
 
+import sampled_cells
+import sampled_contenders
 import torch
 from attnops import ops
 from attnops.metadata import XqaDecodePlan
@@ -32,6 +34,7 @@ DEVICE = "cuda"
 POOL_ELEMENTS = 2_300_000_000  # of K, and of V
 HEADS = [(32, 8), (8, 1), (64, 4), (32, 32)]
 RAGGED = torch.randint(256, 16385, (64,), generator=torch.Generator().manual_seed(7)).tolist()
+SUSTAINED_MS = 700
 Step = Callable[[int], torch.Tensor]  # runs on the r-th slice of the pool, returns out
 
 
@@ -130,100 +133,29 @@ def attnops_decode(cell: Cell, fixed_split_tokens: int = 0, plan_inside: bool = 
     return step
 
 
-def fa3(cell: Cell) -> Step:
-    from sgl_kernel.flash_attn import flash_attn_with_kvcache, get_scheduler_metadata
+class AsSampled:
+    """A cell as `sampled_contenders` takes it. Its peers plan before every 32nd call, here before the first one."""
 
-    q, dtype, scales = cell.q, BF16, {}
-    if cell.kv_dtype == FP8:
-        q, dtype = q.to(FP8), FP8
-        one = torch.ones(len(cell.lengths), cell.heads[1], device=DEVICE)
-        scales = dict(q_descale=one, k_descale=one, v_descale=one)
-    metadata = get_scheduler_metadata(
-        batch_size=len(cell.lengths),
-        max_seqlen_q=cell.seqlen_q,
-        max_seqlen_k=cell.page_table.shape[1] * cell.page_size,
-        num_heads=cell.heads[0],
-        num_heads_k=cell.heads[1],
-        headdim=cell.head_dim,
-        cache_seqlens=cell.seqlens,
-        qkv_dtype=dtype,
-        page_size=cell.page_size,
-        causal=True,
-        num_splits=0,
-    )
-    options = dict(causal=True, num_splits=0, scheduler_metadata=metadata, softmax_scale=1 / math.sqrt(cell.head_dim))
-    return lambda r: flash_attn_with_kvcache(
-        q, *cell.kv(r), cache_seqlens=cell.seqlens, page_table=cell.page_table, **options, **scales
-    )
+    def __init__(self, cell: Cell) -> None:
+        shape = dict(head_dim=cell.head_dim, lengths=tuple(cell.lengths), law="even", page_size=cell.page_size)
+        kv = "e4m3" if cell.kv_dtype == FP8 else "bf16"
+        self.cell = sampled_cells.Cell(False, cell.heads, seqlen_q=cell.seqlen_q, kv=kv, **shape)
+        self.q, self.q_dtype, self.sinks = cell.q, cell.q.dtype, None
+        self.scale = 1 / math.sqrt(cell.head_dim)
+        self.page_table, self.seqlens, self.last_page_len = cell.page_table, cell.seqlens, cell.last_page_len
+        self.kv_indptr, self.kv_indices = cell.kv_indptr, cell.kv_indices
+        self._kv = cell.kv
 
-
-def flashinfer(cell: Cell, tensor_cores: bool = True, backend: str = "fa2") -> Step:
-    import flashinfer.decode as decode
-
-    wrapper = decode.BatchDecodeWithPagedKVCacheWrapper(
-        _workspace("wrapper"), "NHD", use_tensor_cores=tensor_cores, backend=backend
-    )
-    tables = dict(block_tables=cell.page_table) if backend == "cudnn" else {}
-    wrapper.plan(
-        cell.kv_indptr,
-        cell.kv_indices,
-        cell.last_page_len,
-        *cell.heads,
-        cell.head_dim,
-        cell.page_size,
-        q_data_type=BF16,
-        kv_data_type=cell.kv_dtype,
-        o_data_type=BF16,
-        **tables,
-    )
-    q, out = cell.q.squeeze(1), torch.empty_like(cell.q.squeeze(1))
-    return lambda r: wrapper.run(q, cell.kv(r), out=out)
-
-
-def xqa(cell: Cell, layout: str = "NHD") -> Step:
-    import flashinfer.decode as decode
-
-    ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)  # its modules expect the driver's symbols to be there
-    q, out = cell.q.squeeze(1), torch.empty_like(cell.q.squeeze(1))
-
-    def step(r: int) -> torch.Tensor:
-        decode.xqa_batch_decode_with_kv_cache(
-            q,
-            cell.kv(r, layout == "HND"),
-            _workspace("xqa"),
-            cell.page_table,
-            cell.seqlens,
-            max(cell.lengths),
-            bmm1_scale=1 / math.sqrt(cell.head_dim),
-            bmm2_scale=1.0,
-            out=out,
-            kv_layout=layout,
-        )
-        return out
-
-    return step
-
-
-@functools.cache
-def _workspace(owner: str) -> torch.Tensor:
-    """XQA keeps semaphores in its own, which must be zero: nobody else may write there."""
-    return torch.zeros(768 << 20, dtype=torch.uint8, device=DEVICE)
+    def kv(self, r: int, hnd: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._kv(r // sampled_contenders.PLAN_EVERY, hnd)
 
 
 def contenders(cell: Cell) -> list[tuple[str, Callable[[], Step], bool]]:
-    """(name, how to prepare it, whether its pool is HND). Peers take one query token here."""
-    found = [("attnops", lambda: attnops_decode(cell), False), ("FA3", lambda: fa3(cell), False)]
-    if cell.seqlen_q > 1:
-        return found
-    found.append(("FlashInfer fa2-tc", lambda: flashinfer(cell), False))
-    if cell.heads[0] // cell.heads[1] <= 8 and (cell.page_size == 64 or cell.heads[0] == cell.heads[1]):
-        found.append(("FlashInfer cuda-core", lambda: flashinfer(cell, False, "auto"), False))
-    if cell.page_size > 1:
-        found.append(("FlashInfer XQA", lambda: xqa(cell), False))
-        if cell.kv_dtype == BF16:
-            found.append(("cuDNN", lambda: flashinfer(cell, True, "cudnn"), False))
-    if cell.page_size == 64:
-        found.append(("FlashInfer XQA hnd", lambda: xqa(cell, "HND"), True))
+    """(name, how to prepare it, whether its pool is HND) of those that may take the cell; each may still refuse."""
+    found: list[tuple[str, Callable[[], Step], bool]] = [("attnops", lambda: attnops_decode(cell), False)]
+    problem = AsSampled(cell)
+    for name, prepare, hnd in sampled_contenders.peers(problem.cell):
+        found.append((name, lambda prepare=prepare: sampled_contenders.planned_once(prepare(problem)), hnd))
     return found
 
 
@@ -241,11 +173,11 @@ def record_graph(step: Step, rotation: int) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def replay_ms(graph: torch.cuda.CUDAGraph, budget_ms: float) -> list[float]:
+def replay_ms(graph: torch.cuda.CUDAGraph, budget_ms: float, most: int = 30) -> list[float]:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times: list[float] = []
     graph.replay()
-    while len(times) < 4 or (sum(times) < budget_ms and len(times) < 30):
+    while len(times) < 4 or (sum(times) < budget_ms and len(times) < most):
         start.record()
         graph.replay()
         end.record()
@@ -268,9 +200,10 @@ def measure(cell: Cell, case: str, named: list, budget_ms: float, tolerance: flo
             ready.append((name, record_graph(step, cell.rotation), error, [], step))  # a graph keeps no tensors alive
         except Exception as problem:  # a peer may be absent, or refuse the cell: say so and go on
             print(f"    {name}: {type(problem).__name__}: {str(problem).splitlines()[0][:120]}", flush=True)
-    for _ in range(2):
+    sustained = case.startswith("sustained")
+    for _ in range(1 if sustained else 2):
         for _, graph, _, times, _ in ready:
-            times += replay_ms(graph, budget_ms)
+            times += replay_ms(graph, SUSTAINED_MS, 1 << 20) if sustained else replay_ms(graph, budget_ms)
     for name, _, error, times, _ in ready:
         ms = statistics.median(times) / cell.rotation
         spread = (max(times) - min(times)) / statistics.median(times)
@@ -284,6 +217,7 @@ def measure(cell: Cell, case: str, named: list, budget_ms: float, tolerance: flo
                 gbs=round(cell.bytes / ms / 1e6, 1),
                 tflops=round(cell.flops / ms / 1e9, 2),
                 rel_err=error,
+                state="sustained" if sustained else "burst",
                 note=f"spread {spread:.3f}",
             )
         )
@@ -331,6 +265,7 @@ def groups() -> dict[str, list[Cell]]:
             *(Cell((32, 8), n, page) for page in (16, 1) for n in few),
             *(Cell(h, [8192] * 64, seqlen_q=4) for h in HEADS[:2]),
         ],
+        "sustained": [Cell(h, [8192] * 64, kv_dtype=dtype) for dtype in (BF16, FP8) for h in HEADS[:2]],
         "latency": [Cell((32, 8), [1024]), Cell((8, 1), [1024])],
     }
 

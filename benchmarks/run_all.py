@@ -47,8 +47,9 @@ def _jobs() -> list[Job]:
         options = ("--only", group, "--write", "--name", "CPU_NAME")
         jobs.append(Job(f"cpu_{group}", "bench_cpu.py", options, "cpu"))
     jobs.append(Job("cpu_linear", "bench_linear.py", ("--cpu", "--write", "--name", "CPU_NAME"), "cpu"))
+    grid = ("latency", "bf16", "fp8", "page", "speculative", "skew", "invariant", "sustained")
     for script, flag, groups in (
-        ("bench_xqa_decode.py", "--groups", ("latency", "bf16", "fp8", "page", "speculative", "skew", "invariant")),
+        ("bench_xqa_decode.py", "--groups", grid),
         ("bench_fmha.py", "--groups", ("table", "hopper", "plan", "sustained")),
         ("bench_step_overhead.py", "--groups", ("call", "step", "compiled", "capture")),
     ):

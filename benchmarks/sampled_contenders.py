@@ -181,6 +181,12 @@ def planned(made: tuple[Step, Callable[[], None]]) -> Step:
     return call
 
 
+def planned_once(step: Step) -> Step:
+    """The calls of a peer that plans before every 32nd, of which each reads its own slice and none plans."""
+    step(0)
+    return lambda r: step(r * PLAN_EVERY + 1)
+
+
 def _require_packed(cell: Cell, kernels: set[tuple[str, int]]) -> None:
     if os.environ.get("PEERS_COMMON") and (cell.kv, cell.head_dim) not in kernels:
         raise NotImplementedError("its pack lacks this kernel")

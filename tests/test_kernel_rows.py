@@ -20,6 +20,7 @@ CSRC = Path(__file__).parent.parent / "csrc"
 gpu = pytest.mark.gpu
 each_row = pytest.mark.parametrize("op,row", ROWS.values(), ids=ROWS)
 BALANCED_ROWS = r"sm90_(cluster_(.*_hd(64|192)|gather_fp8)|ragged)"  # of balanced plans alone
+RING_CUT, CUT = 1024, 960  # tokens: cuts of mla_decode that are long enough for the ring, and not
 BAD_PAGES = {0: -1, 2: None, 3: 2**31 - 1, 4: -(2**31)}  # by request; None: the first behind the pool
 
 
@@ -98,7 +99,7 @@ def test_a_length_beyond_the_page_table_is_clamped_there(op, row, fixed, more):
     if fixed:
         if re.match(BALANCED_ROWS, row) or (op == "mla_decode" and "few" not in row and more > 700):
             pytest.skip("takes balanced plans, or has no room for so many cuts")
-        options = {"fixed_split_tokens": -16} if op == "xqa_decode" else {"fixed": 1024}
+        options = {"fixed_split_tokens": -16} if op == "xqa_decode" else {"fixed": RING_CUT if "ring" in row else CUT}
     else:
         options = {}
     table, pages = case.problem.page_table, case.pools[0].shape[0]
@@ -122,8 +123,8 @@ def test_parts_inside_a_cut_are_idle(op, row):
     if re.match(BALANCED_ROWS, row):
         pytest.skip("takes balanced plans")
     case = case_of(op, row, [3000, 64, 5, 517, 66])
-    options = {"fixed_split_tokens" if op == "xqa_decode" else "fixed": 1024, "num_sm_parts": 60}
-    out, lse = case.decode(any_row="cluster" in row, **options)
+    options = {"fixed_split_tokens": 1024} if op == "xqa_decode" else {"fixed": RING_CUT if "ring" in row else CUT}
+    out, lse = case.decode(any_row="cluster" in row, num_sm_parts=60, **options)
     expected_out, expected_lse = case.expected()
     assert_attention_close(out, expected_out, case.problem.q.dtype, case.bound())
     assert_lse_close(lse, expected_lse, atol=case.lse_bound())

@@ -1,11 +1,9 @@
 #pragma once
 #include "xqa_decode/params.h"
 
-struct CUstream_st;
-
 namespace attnops::xqa_decode {
 
-using Launch = void (*)(const Params&, CUstream_st*);
+using Launch = LaunchFunction*;
 
 // The first kernel of the table that accepts the arguments; when none does, throws with the reason of each. Addresses
 // count for their alignment alone.

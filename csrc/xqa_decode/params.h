@@ -4,6 +4,8 @@
 #include "core/page_table.h"
 #include "core/types.h"
 
+struct CUstream_st;
+
 namespace attnops::xqa_decode {
 
 inline constexpr int kMaxHeadDim = 256;
@@ -64,5 +66,7 @@ struct Params {
 
   int tree_keys;  // keys that tree_mask is over, at least S_q
 };
+
+using LaunchFunction = void(const Params& params, CUstream_st* stream);
 
 }  // namespace attnops::xqa_decode

@@ -1,4 +1,4 @@
-"""The fixed grids of decode: page tables as wide as asked for, and the sampler's peers in the grid of MLA."""
+"""The fixed grids of decode: page tables as wide as asked for, and the sampler's peers."""
 
 import importlib
 from pathlib import Path
@@ -86,3 +86,59 @@ def test_who_may_take_a_cell_of_the_grid(mla):
         ({"fixed": 512}, set()),
     ):
         assert set(mla.peers_of(mla.Cell(128, [9], **options))) == {"attnops"} | peers
+
+
+@pytest.fixture
+def gqa_cell(xqa):
+    def make(**options):
+        dtype = options.get("kv_dtype", torch.bfloat16)
+        pool = torch.zeros(10**6, dtype=torch.bfloat16).to(dtype)
+        return xqa.Cell((8, 2), [100, 7, 65], **{"page_size": 16, **options}).build({dtype: (pool, pool)})
+
+    return make
+
+
+def test_the_grid_asks_whom_the_sampler_asks(xqa, gqa_cell):
+    one = {"FA3", "FlashInfer fa2", "FlashInfer fa3", "FlashInfer cuda-core", "cuDNN", "XQA", "XQA hnd"}
+    for options, peers in (
+        ({}, one),
+        ({"page_size": 1}, one - {"cuDNN", "XQA", "XQA hnd"}),
+        ({"kv_dtype": torch.float8_e4m3fn}, one - {"FlashInfer fa3", "cuDNN"}),
+        ({"seqlen_q": 4}, one - {"FlashInfer cuda-core"}),
+    ):
+        assert {name for name, _, _ in xqa.contenders(gqa_cell(**options))} == {"attnops"} | peers
+
+
+def test_every_call_of_a_peer_of_gqa_reads_its_own_slice(xqa, gqa_cell, monkeypatch):
+    cell, calls = gqa_cell(), []
+
+    def prepare(sampled):
+        def step(r):
+            planned = r % xqa.sampled_contenders.PLAN_EVERY == 0
+            calls.append((planned, [(x.data_ptr(), x.shape) for x in sampled.kv(r, hnd=True)]))
+
+        return step
+
+    monkeypatch.setattr(xqa.sampled_contenders, "peers", lambda asked: [("peer", prepare, True)])
+    (_, prepared, _) = xqa.contenders(cell)[1]
+    call = prepared()
+    for r in range(3):
+        call(r)
+    expected = [(r == 0, [(x.data_ptr(), x.shape) for x in cell.kv(max(r - 1, 0), hnd=True)]) for r in range(4)]
+    assert calls == expected and len({kv[0] for _, kv in calls}) == 3
+
+
+@pytest.mark.parametrize(("case", "budgets"), [("bf16", [(12, 30)] * 2), ("sustained at 131072", [(700, 1 << 20)])])
+def test_a_sustained_case_is_one_long_stretch(xqa, gqa_cell, monkeypatch, case, budgets):
+    cell, asked = gqa_cell(), []
+
+    def replay_ms(graph, budget_ms, most=30):
+        asked.append((budget_ms, most))
+        return [3.0, 1.0, 2.0]
+
+    monkeypatch.setattr(xqa, "record_graph", lambda step, rotation: None)
+    monkeypatch.setattr(xqa, "replay_ms", replay_ms)
+    monkeypatch.setattr(cell, "relative_error", lambda *given: 0.001)
+    (record,) = xqa.measure(cell, case, [("attnops", lambda: lambda r: None, False)], 12, 0.02)
+    assert asked == budgets and record.state == case.split()[0].replace("bf16", "burst")
+    assert record.ms == pytest.approx(2 / cell.rotation, abs=1e-6)

@@ -90,7 +90,8 @@ XQA_ROWS = {
     "sm90_ragged_fp8_hd256": {"ragged": True, "kv_dtype": FP8, "head_dim": 256},
     "sm90_ragged_gather_fp8_hd256": {"ragged": True, "kv_dtype": FP8, "head_dim": 256, "page_size": 3},
 }
-# Kernels that a row chooses among by the rows of q, the pages and what the call asks for have a word more.
+RING = {"num_q_heads": 96, "num_sm_parts": 2}  # two blocks of 64 rows, with four tokens six; many tiles a part
+# What a row's kernel does by the pages of a call has a word more.
 MLA_ROWS = {
     "sm90_few_rows_bf16": {},
     "sm90_few_rows_bf16 gathers": {"page_size": 5},
@@ -98,18 +99,22 @@ MLA_ROWS = {
     "sm90_bf16": {"num_q_heads": 72},
     "sm90_bf16 small": {"num_q_heads": 72, "page_size": 32},
     "sm90_bf16 gathers": {"num_q_heads": 72, "page_size": 5},
-    "sm90_bf16 ring": {"num_q_heads": 72, "num_sm_parts": 2},
+    "sm90_ring_bf16": {**RING},
+    "sm90_ring_fp16": {**RING, "dtype": FP16},
     "sm90_fp16": {"num_q_heads": 72, "dtype": FP16},
     "sm90_few_rows_e4m3_bf16": {"kv_dtype": FP8},
     "sm90_few_rows_e4m3_bf16 gathers": {"kv_dtype": FP8, "page_size": 5},
+    "sm90_few_rows_e4m3_fp16": {"kv_dtype": FP8, "dtype": FP16},
+    "sm90_few_rows_656_bf16": {"kv_dtype": ROW},
+    "sm90_few_rows_656_bf16 gathers": {"kv_dtype": ROW, "page_size": 5},
+    "sm90_few_rows_656_fp16": {"kv_dtype": ROW, "dtype": FP16},
     "sm90_e4m3_rounded": {"num_q_heads": 72, "kv_dtype": FP8, "fp8_products": True},
     "sm90_e4m3_rounded gathers": {"num_q_heads": 72, "kv_dtype": FP8, "fp8_products": True, "page_size": 5},
     "sm90_e4m3_bf16": {"num_q_heads": 72, "kv_dtype": FP8},
-    "sm90_e4m3_fp16": {"kv_dtype": FP8, "dtype": FP16},
-    "sm90_rows_bf16": {"kv_dtype": ROW},
-    "sm90_rows_bf16 many": {"kv_dtype": ROW, "num_q_heads": 72},
-    "sm90_rows_bf16 gathers": {"kv_dtype": ROW, "page_size": 5},
-    "sm90_rows_fp16": {"kv_dtype": ROW, "dtype": FP16},
+    "sm90_e4m3_fp16": {"num_q_heads": 72, "kv_dtype": FP8, "dtype": FP16},
+    "sm90_rows_bf16": {"num_q_heads": 72, "kv_dtype": ROW},
+    "sm90_rows_bf16 gathers": {"num_q_heads": 72, "kv_dtype": ROW, "page_size": 5},
+    "sm90_rows_fp16": {"num_q_heads": 72, "kv_dtype": ROW, "dtype": FP16},
 }
 ROWS = {f"{op} {row}": (op, row) for op, rows in (("xqa_decode", XQA_ROWS), ("mla_decode", MLA_ROWS)) for row in rows}
 

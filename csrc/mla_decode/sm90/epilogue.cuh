@@ -33,9 +33,4 @@ __device__ inline RowSums exchange_sums(const RowState& rows, float* sums, uint3
   return result;
 }
 
-// Rows of the output that start on 16-byte boundaries are written in 16-byte vectors, any others by element.
-inline bool output_aligned(const Params& p) {
-  return rows_aligned(p.out, size_of(p.dtype), 16, p.out_stride_request, p.out_stride_token, p.out_stride_head);
-}
-
 }  // namespace attnops::mla_decode::sm90

@@ -4,17 +4,12 @@
 #include "device/sm90/tensor_map.h"
 #include "mla_decode/sm90/kernel.cuh"
 #include "mla_decode/sm90/launch.h"
+#include "mla_decode/sm90/limits.h"
 #include "mla_decode/sm90/merge_units.cuh"
 #include "mla_decode/sm90/ring/launch.h"
 #include "mla_decode/sm90/selected.h"
 
 namespace attnops::mla_decode::sm90 {
-
-// The copy engine reads a KV tile as one run of a page; every other page size is gathered row by row, and so is
-// everything in the checked mode, which must look at each index.
-inline bool boxes_fit(const Params& p) {
-  return p.report == nullptr && p.page_table.page_size % kPlanTileTokens == 0 && p.page_table.num_pages > 0;
-}
 
 // Rows that the copy engine reads at once: those of a tile, or of a page that is half of one. Smaller boxes take it
 // longer than gathering. 0: everything is gathered.
@@ -34,18 +29,6 @@ inline CUtensorMap make_map(const Params& p, int box_rows = kPlanTileTokens) {
                                                      static_cast<uint64_t>(p.kv_stride_page * element)},
                                          .box_rows = static_cast<uint32_t>(box_rows),
                                          .fetch = CU_TENSOR_MAP_L2_PROMOTION_L2_128B});
-}
-
-// Queries come by the copy engine where a request's rows (token, head) lie at equal distances.
-inline bool queries_fit(const Params& p) {
-  const auto fits = [&](const void* base, int64_t width, int64_t head, int64_t token, int64_t request) {
-    return reinterpret_cast<uintptr_t>(base) % 16 == 0 && head % 8 == 0 && head >= width &&
-           (p.seqlen_q == 1 || token == head * p.num_q_heads) &&
-           (p.batch_size == 1 || (request % 8 == 0 && request > 0));
-  };
-  return fits(p.q, p.q_pe || p.shared_rows ? kHeadDimV : kHeadDimQk, p.q_stride_head, p.q_stride_token,
-              p.q_stride_request) &&
-         (!p.q_pe || fits(p.q_pe, kHeadDimRope, p.q_pe_stride_head, p.q_pe_stride_token, p.q_pe_stride_request));
 }
 
 inline CUtensorMap make_query_map(const Params& p, const void* base, int width, int64_t head, int64_t request) {
@@ -123,16 +106,6 @@ void launch_merge(const Params& p, cudaStream_t stream) {
   }
 }
 
-// Whether a call asks for nothing that Options::kCommon leaves out, but for a tree mask.
-inline bool is_common_or_tree(const Params& p, const Modes& modes) {
-  return modes.queries_by_map && modes.out_aligned && p.report == nullptr && p.logit_cap == 0.f &&
-         p.softmax_scale > 0.f && p.window_left < 0 && p.sinks == nullptr;
-}
-
-inline bool is_common(const Params& p, const Modes& modes) {
-  return is_common_or_tree(p, modes) && p.tree_mask == nullptr;
-}
-
 template <typename T, Options kOptions, Loads kLoads>
 void launch_attention(const Params& p, const Modes& modes, cudaStream_t stream) {
   Maps maps = make_maps(p, modes);
@@ -159,21 +132,31 @@ void launch_selected(const Params& given, cudaStream_t stream) {
   if (p.tile_scheduler_metadata) launch_merge<T>(p, stream);
 }
 
+inline Modes modes_of(const Params& p) {
+  const int box_rows = rows_of_box(p);
+  return {.use_boxes = box_rows > 0,
+          .queries_by_map = queries_fit(p),
+          .out_aligned = output_aligned(p),
+          .tiles_per_page = max_of(p.page_table.page_size / kPlanTileTokens, 1),
+          .box_shift = box_rows > 0 ? __builtin_ctz(kPlanTileTokens / box_rows) : 0,
+          .by_page_size = Divisor(p.page_table.page_size),
+          .units = row_units(p)};
+}
+
+// Calls that ring::unsuited has nothing against.
+template <typename T>
+void launch_ring(const Params& p, cudaStream_t stream) {
+  if (p.batch_size == 0) return;
+  ring::launch_attention<T>(p, make_maps(p, modes_of(p)), stream);
+  launch_merge<T>(p, stream);
+}
+
 template <typename T>
 void launch(const Params& p, cudaStream_t stream) {
   if (p.batch_size == 0) return;
-  const int box_rows = rows_of_box(p);
-  const Modes modes{.use_boxes = box_rows > 0,
-                    .queries_by_map = queries_fit(p),
-                    .out_aligned = output_aligned(p),
-                    .tiles_per_page = max_of(p.page_table.page_size / kPlanTileTokens, 1),
-                    .box_shift = box_rows > 0 ? __builtin_ctz(kPlanTileTokens / box_rows) : 0,
-                    .by_page_size = Divisor(p.page_table.page_size),
-                    .units = row_units(p)};
+  const Modes modes = modes_of(p);
   const bool reached = modes.use_boxes || modes.units.bytes != 0;
-  if (is_common_or_tree(p, modes) && boxes_fit(p) && ring::suits(p)) {
-    ring::launch_attention<T>(p, make_maps(p, modes), stream);
-  } else if (!is_common(p, modes) || !reached) {
+  if (!is_common(p, modes.out_aligned) || !reached) {
     launch_attention<T, Options::kAll, Loads::kAny>(p, modes, stream);
   } else if (!modes.use_boxes) {
     launch_attention<T, Options::kCommon, Loads::kGathered>(p, modes, stream);

@@ -9,6 +9,10 @@ namespace attnops::mla_decode::sm90 {
 void launch_bf16(const Params& p, CUstream_st* stream);
 void launch_fp16(const Params& p, CUstream_st* stream);
 
+// The same by three tiles in flight, where ring/limits.h says so.
+void launch_ring_bf16(const Params& p, CUstream_st* stream);
+void launch_ring_fp16(const Params& p, CUstream_st* stream);
+
 // Rows that lists select; without a plan each work is one piece.
 void launch_selected_bf16(const Params& p, CUstream_st* stream);
 void launch_selected_fp16(const Params& p, CUstream_st* stream);

@@ -2,6 +2,7 @@
 #include <cstdint>
 
 #include "core/report.h"
+#include "device/sm90/barrier.cuh"
 #include "mla_decode/sm90/pieces.cuh"
 #include "mla_decode/sm90/quarters.h"
 #include "mla_decode/sm90/read_ahead.cuh"
@@ -63,6 +64,28 @@ class QuarterPages {
       next_row = row_page<kOptions>(piece, cells, t + 1);
       if (!is_boxed) gathered(tile, row);
     }
+  }
+
+  // Boxes of a tile's groups: bring(g, token of the page, page) for each, when the slot is free. That barrier lies
+  // behind `full`; `parity` is of its round.
+  template <int kBytes, class Bring>
+  __device__ void bring_groups(int tile, int pages, int first_lane, uint32_t full, uint32_t parity,
+                               const Bring& bring) const {
+    int page[kGroupsPerWarp];
+#pragma unroll
+    for (int g = 0; g < kGroupsPerWarp; ++g) page[g] = __shfl_sync(0xffffffffu, pages, first_lane + g);
+    // By every lane: an arrival before the slot is empty would count for the tile that is still in it.
+    attnops::sm90::mbarrier_wait(full + 8, parity ^ 1);
+    if (lane_ == 0) {
+      attnops::sm90::mbarrier_arrive_expect(full, kBytes);
+#pragma unroll
+      for (int g = 0; g < kGroupsPerWarp; ++g) {
+        bring(g, paging_.offset(first_token(tile) + g * kGroupTokens), page[g]);
+      }
+    } else {
+      attnops::sm90::mbarrier_arrive(full);
+    }
+    __syncwarp();
   }
 
   __device__ int first_token(int tile) const { return tile * kPlanTileTokens + warp_ * kTokens; }

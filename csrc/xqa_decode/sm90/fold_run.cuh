@@ -1,4 +1,5 @@
 #pragma once
+#include "device/sm90/shared_words.cuh"
 #include "xqa_decode/sm90/fold_merge.cuh"
 #include "xqa_decode/sm90/kernel.cuh"
 
@@ -28,7 +29,7 @@ __device__ __forceinline__ void put_away(PieceWalk& piece, uint8_t* smem) {
   if (!Tr::kFp8 || threadIdx.x != 0) return;
   uint32_t place = hopper::smem_address(smem) + SharedLayout<Tr>::kPiece;
   piece.visit_state([&](int word) {
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(place), "r"(word) : "memory");
+    hopper::store_word(place, word);
     place += 4;
   });
 }
@@ -38,7 +39,7 @@ __device__ __forceinline__ void take_back(PieceWalk& piece, uint8_t* smem) {
   if (!Tr::kFp8) return;
   uint32_t place = hopper::smem_address(smem) + SharedLayout<Tr>::kPiece;
   piece.visit_state([&](int& word) {
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(place) : "memory");
+    hopper::load_word(word, place);
     place += 4;
   });
 }

@@ -1,4 +1,5 @@
 #pragma once
+#include "device/sm90/shared_words.cuh"
 #include "xqa_decode/sm90/row_state.cuh"
 #include "xqa_decode/sm90/tile_stream.cuh"
 
@@ -25,7 +26,7 @@ __device__ __forceinline__ void park_walk(uint32_t shared, PieceWalk& piece) {
   if (threadIdx.x % Tr::kGroupThreads != 0) return;
   uint32_t place = place_of_walk<Tr>(shared);
   piece.visit_state([&](int word) {
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(place), "r"(word) : "memory");
+    hopper::store_word(place, word);
     place += 4;
   });
 }
@@ -33,7 +34,7 @@ template <class Tr>
 __device__ __forceinline__ void take_walk_back(uint32_t shared, PieceWalk& piece) {
   uint32_t place = place_of_walk<Tr>(shared);
   piece.visit_state([&](int& word) {
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(place) : "memory");
+    hopper::load_word(word, place);
     place += 4;
   });
 }

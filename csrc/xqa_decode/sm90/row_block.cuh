@@ -1,6 +1,7 @@
 #pragma once
 #include <cmath>
 
+#include "device/sm90/shared_words.cuh"
 #include "xqa_decode/sm90/row_state.cuh"
 
 namespace attnops::xqa_decode::sm90 {
@@ -108,7 +109,7 @@ struct RowBlock : RowState<Tr> {
 #pragma unroll
       for (int column = 0; column < Tr::kColumns; ++column) {
         const uint32_t at = values + column * hopper::kTileBytes + step * 2048 + thread * 16;
-        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
+        hopper::clear_words(at);
       }
     }
   }

@@ -1,4 +1,5 @@
 #pragma once
+#include "device/sm90/shared_words.cuh"
 #include "xqa_decode/sm90/epilogue.cuh"
 
 // Rows of a work that is not split go to out through shared memory: a lane holds few neighbouring values of many rows,
@@ -54,12 +55,9 @@ __device__ __forceinline__ void store_staged(const Params& p, const Shape& shape
   const ResultPlace<is_ragged<Tr>()> to(p, shape, place.request);
   auto* const base = static_cast<uint16_t*>(p.out) + to.at + d;
   const auto load = [&](int i) {
-    uint4 values;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(values.x), "=r"(values.y), "=r"(values.z), "=r"(values.w)
-                 : "r"(stage + staged<Tr>(i, vec))
-                 : "memory");
-    return values;
+    uint32_t words[4];
+    hopper::load_words(words, stage + staged<Tr>(i, vec));
+    return make_uint4(words[0], words[1], words[2], words[3]);
   };
   const auto place_of_row = [&](int i, int& token, int& head) {
     token = shape.by_group.divide(first_row + i);

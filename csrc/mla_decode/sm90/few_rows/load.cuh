@@ -5,8 +5,8 @@
 #include "device/sm90/barrier.cuh"
 #include "device/sm90/cluster.cuh"
 #include "device/sm90/copy.cuh"
+#include "device/sm90/shared_words.cuh"
 #include "device/sm90/wgmma.cuh"
-#include "mla_decode/sm90/clear.cuh"
 #include "mla_decode/sm90/few_rows/epilogue.cuh"
 #include "mla_decode/sm90/few_rows/layout.h"
 #include "mla_decode/sm90/few_rows/walk.cuh"
@@ -191,7 +191,7 @@ class Loader : QuarterPages<Paging> {
     for (int t = 0; t < kRingTiles; ++t) {
       for (int i = lane_ * 16; i < kGroupsPerWarp * kPieceStride; i += 32 * 16) {
         const uint32_t group = group_place(ring_place(t, warp_), i / kPieceStride);
-        clear16(group + kPiecesV * kPieceStride + i % kPieceStride);
+        attnops::sm90::clear_words(group + kPiecesV * kPieceStride + i % kPieceStride);
       }
     }
     __syncwarp();
@@ -200,22 +200,10 @@ class Loader : QuarterPages<Paging> {
   __device__ void load_boxes(int tile, int count, int pages, int first_lane) const {
     const RingPlace place = ring_place(count, warp_);
     const uint32_t full = full_barrier<At>(shared_, place.position);
-    int page[kGroupsPerWarp];
-#pragma unroll
-    for (int g = 0; g < kGroupsPerWarp; ++g) page[g] = __shfl_sync(0xffffffffu, pages, first_lane + g);
-    // By every lane: an arrival before the slot is empty would count for the tile that is still in it.
-    attnops::sm90::mbarrier_wait(empty_barrier<At>(shared_, place.position), place.parity ^ 1);
-    if (lane_ == 0) {
-      attnops::sm90::mbarrier_arrive_expect(full, kGroupsPerWarp * kGroupStride);
-#pragma unroll
-      for (int g = 0; g < kGroupsPerWarp; ++g) {
-        const int token = paging_.offset(first_token(tile) + g * kGroupTokens);
-        attnops::sm90::copy_box(group_place(place, g), map_, full, 0, token, 0, page[g], read_once_);
-      }
-    } else {
-      attnops::sm90::mbarrier_arrive(full);
-    }
-    __syncwarp();
+    bring_groups<kGroupsPerWarp * kGroupStride>(
+        tile, pages, first_lane, full, place.parity, [&](int g, int token, int page) {
+          attnops::sm90::copy_box(group_place(place, g), map_, full, 0, token, 0, page, read_once_);
+        });
   }
 
   __device__ uint32_t group_place(const RingPlace& place, int group) const {

@@ -37,7 +37,7 @@ void launch_wide(const Params& p, cudaStream_t stream) {
   const WideModes wide{.queries_by_map = queries_fit(p),
                        .out_aligned = rows_aligned(p.out, size_of(p.dtype), 4, p.out_stride_request, p.out_stride_token,
                                                    p.out_stride_head)};
-  if (is_common(p, {.queries_by_map = wide.queries_by_map, .out_aligned = wide.out_aligned})) {
+  if (is_common(p, wide.out_aligned)) {
     launch_wide_shape<T, WideShape<kFormat, Options::kCommon, kRows>>(p, wide, stream);
   } else {
     launch_wide_shape<T, WideShape<kFormat, Options::kAll, kRows>>(p, wide, stream);
@@ -73,11 +73,16 @@ void launch_selected(const Params& given, cudaStream_t stream) {
   launch_selected_rows<T, kFormat, kPlanRows>(p, stream);
 }
 
+// Up to kFewRows rows.
+template <typename T, Format kFormat>
+void launch_few(const Params& p, cudaStream_t stream) {
+  if (p.batch_size > 0) launch_shape<T, Shape<kFormat>>(p, stream);
+}
+
 template <typename T, Format kFormat>
 void launch(const Params& p, cudaStream_t stream) {
   if (p.batch_size == 0) return;
   const int rows = p.seqlen_q * p.num_q_heads;
-  if (rows <= kFewRows) return launch_shape<T, Shape<kFormat>>(p, stream);
   if (rows <= 32) return launch_wide<T, kFormat, 32>(p, stream);
   if constexpr (kFormat == Format::kDense) {
     if (rows <= 48) return launch_wide<T, kFormat, 48>(p, stream);

@@ -3,7 +3,7 @@
 
 #include "device/sm90/barrier.cuh"
 #include "device/sm90/copy.cuh"
-#include "mla_decode/sm90/clear.cuh"
+#include "device/sm90/shared_words.cuh"
 #include "mla_decode/sm90/few_rows/launch.h"
 #include "mla_decode/sm90/few_rows/walk.cuh"
 #include "mla_decode/sm90/fp8_fragments/layout.h"
@@ -200,30 +200,18 @@ class Loader : QuarterPages<Paging> {
   __device__ void load_boxes(int tile, int pages, int first_lane) const {
     const RingSlot<At> at(count_);
     const uint32_t full = At::full_barrier(shared_, at.slot);
-    int page[kGroupsPerWarp];
-#pragma unroll
-    for (int g = 0; g < kGroupsPerWarp; ++g) page[g] = __shfl_sync(0xffffffffu, pages, first_lane + g);
-    // By every lane: an arrival before the slot is empty would count for the tile that is still in it.
-    attnops::sm90::mbarrier_wait(At::empty_barrier(shared_, at.slot), at.parity ^ 1);
-    if (lane_ == 0) {
-      attnops::sm90::mbarrier_arrive_expect(full, At::kQuarterBytes);
-#pragma unroll
-      for (int g = 0; g < kGroupsPerWarp; ++g) {
-        const int token = paging_.offset(first_token(tile) + g * kGroupTokens);
-        const uint32_t target = place(at.slot) + g * At::Rows::kGroupBytes;
-        if constexpr (At::kScaled) {
-          // A box outside the pool reads zeros; these bytes are of another page then.
-          const int there = p_.page_table.has_page(page[g]) ? page[g] : 0;
-          const uint8_t* source = pool() + there * p_.kv_stride_page + token * At::Rows::kRowBytes;
-          attnops::sm90::copy_bytes(target, source, At::Rows::kGroupBytes, full, read_once_);
-        } else {
-          attnops::sm90::copy_box(target, map_, full, 0, token, 0, page[g], read_once_);
-        }
+    const auto bring = [&](int g, int token, int page) {
+      const uint32_t target = place(at.slot) + g * At::Rows::kGroupBytes;
+      if constexpr (At::kScaled) {
+        // A box outside the pool reads zeros; these bytes are of another page then.
+        const int there = p_.page_table.has_page(page) ? page : 0;
+        const uint8_t* source = pool() + there * p_.kv_stride_page + token * At::Rows::kRowBytes;
+        attnops::sm90::copy_bytes(target, source, At::Rows::kGroupBytes, full, read_once_);
+      } else {
+        attnops::sm90::copy_box(target, map_, full, 0, token, 0, page, read_once_);
       }
-    } else {
-      attnops::sm90::mbarrier_arrive(full);
-    }
-    __syncwarp();
+    };
+    bring_groups<At::kQuarterBytes>(tile, pages, first_lane, full, at.parity, bring);
   }
 
   // Of this warp's part of a tile.
@@ -320,7 +308,7 @@ class Loader : QuarterPages<Paging> {
     for (; missing != 0; missing &= missing - 1) {
       const uint32_t row = first + (__ffs(missing) - 1) * At::Rows::kRowBytes;
 #pragma unroll 1
-      for (int i = lane_ * 16; i < kBytes; i += 32 * 16) clear16(row + i);
+      for (int i = lane_ * 16; i < kBytes; i += 32 * 16) attnops::sm90::clear_words(row + i);
     }
     attnops::sm90::fence_async_proxy();  // the copy engine writes there next
   }

@@ -34,7 +34,7 @@ void launch(const Params& p, cudaStream_t stream) {
                     .queries_by_map = queries_fit(p),
                     .out_aligned = output_aligned(p),
                     .tiles_per_page = max_of(p.page_table.page_size / kPlanTileTokens, 1)};
-  if (is_common(p, {.queries_by_map = modes.queries_by_map, .out_aligned = modes.out_aligned})) {
+  if (is_common(p, modes.out_aligned)) {
     launch_attention<T, Options::kCommon>(p, modes, stream);
   } else {
     launch_attention<T, Options::kAll>(p, modes, stream);

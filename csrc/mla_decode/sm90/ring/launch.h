@@ -9,11 +9,8 @@ struct Maps;
 
 namespace attnops::mla_decode::sm90::ring {
 
-// Whether calls of this size run faster in the ring.
-bool suits(const Params& p);
-
-// Attention over the parts of the plan, of calls that ask for nothing that Options::kCommon leaves out but for a tree
-// mask, and whose pages hold whole tiles. What parts share is not merged yet.
+// Attention over the parts of the plan, of calls that `unsuited` of limits.h has nothing against. What parts share is
+// not merged yet.
 template <typename T>
 void launch_attention(const Params& p, const Maps& maps, CUstream_st* stream);
 

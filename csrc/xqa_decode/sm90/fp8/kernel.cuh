@@ -1,5 +1,6 @@
 #pragma once
 #include "device/sm80/cp_async.cuh"
+#include "device/sm90/shared_words.cuh"
 #include "xqa_decode/cuda/query_row.cuh"
 #include "xqa_decode/sm90/fp8/epilogue.cuh"
 #include "xqa_decode/sm90/fp8/tile_loop.cuh"
@@ -146,14 +147,14 @@ class Consumer {
     if (own_thread<Tr>() != 0) return;
     uint32_t place = hopper::smem_address(smem_) + Shared::kPiece;
     piece.visit_state([&](int word) {
-      asm volatile("st.shared.b32 [%0], %1;" ::"r"(place), "r"(word) : "memory");
+      hopper::store_word(place, word);
       place += 4;
     });
   }
   __device__ __forceinline__ void take_back(Walk<Tr>& piece) const {
     uint32_t place = hopper::smem_address(smem_) + Shared::kPiece;
     piece.visit_state([&](int& word) {
-      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(place) : "memory");
+      hopper::load_word(word, place);
       place += 4;
     });
   }

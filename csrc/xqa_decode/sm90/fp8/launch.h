@@ -1,12 +1,9 @@
 #pragma once
 #include "xqa_decode/params.h"
 
-struct CUstream_st;
-
 namespace attnops::xqa_decode::sm90::fp8 {
 
 // Head dims up to 128; by boxes of the copy engine, and row by row for pages that are too small for boxes.
-void launch_hd128(const Params& params, CUstream_st* stream);
-void launch_gather_hd128(const Params& params, CUstream_st* stream);
+LaunchFunction launch_hd128, launch_gather_hd128;
 
 }  // namespace attnops::xqa_decode::sm90::fp8

@@ -1,5 +1,6 @@
 #pragma once
 #include "device/sm80/cp_async.cuh"
+#include "device/sm90/shared_words.cuh"
 #include "xqa_decode/cuda/query_row.cuh"
 #include "xqa_decode/sm90/fp8/widened_block.cuh"
 #include "xqa_decode/sm90/query_copy.cuh"
@@ -121,10 +122,7 @@ class Queries {
 #pragma unroll
     for (int k = 0; k < 4; ++k) words[k] = 0;
     if (lane % kLanes >= kVecs) return;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "r"(raw() + raw_place(row, lane))
-                 : "memory");
+    hopper::load_words(words, raw() + raw_place(row, lane));
   }
 
   // The same as numbers of fp16, to where products read them.
@@ -144,11 +142,7 @@ class Queries {
     }
     const uint32_t group = shared_ + Shared::kQueries + row / kRowsOfGroup * (kRowsOfGroup * Tr::kHeadDim * 2);
     const uint32_t to = group + vec / 8 * (kRowsOfGroup * 128) + hopper::swizzled(row % kRowsOfGroup, vec % 8);
-    if (vec < kVecs) {
-      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]),
-                   "r"(words[3])
-                   : "memory");
-    }
+    if (vec < kVecs) hopper::store_words(to, words);
     if (vec > 0) return;
     const float of_scores = __fdividef(to_log2, scale);
     scales()[row] = of_scores;
@@ -165,7 +159,7 @@ class Queries {
 #pragma unroll
         for (int k = 0; k < QueryRow<Tr>::kPairs; ++k) {
           const uint32_t at = raw() + (i * (Tr::kHeadDim / 2) + k * 32 + lane) * 4;
-          asm volatile("ld.shared.b32 %0, [%1];" : "=r"(row.pairs[k]) : "r"(at) : "memory");
+          hopper::load_word(row.pairs[k], at);
         }
         return;
       }

@@ -1,4 +1,5 @@
 #pragma once
+#include "device/sm90/shared_words.cuh"
 #include "xqa_decode/sm90/fp8/row_block.cuh"
 #include "xqa_decode/sm90/tile_stream.cuh"
 
@@ -39,9 +40,9 @@ class TileLoop {
     group_ = __shfl_sync(~0u, me.group, 0);
     first_lane_ = me.lane == 0;
     const uint32_t at = shared_ + Shared::kPlace;
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(place_.slot) : "r"(at) : "memory");
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(place_.parity) : "r"(at + 4) : "memory");
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(turn_) : "r"(at + 8) : "memory");
+    hopper::load_word(place_.slot, at);
+    hopper::load_word(place_.parity, at + 4);
+    hopper::load_word(turn_, at + 8);
   }
 
   // Returns where the next piece begins.

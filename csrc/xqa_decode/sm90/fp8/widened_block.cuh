@@ -1,5 +1,6 @@
 #pragma once
 #include "device/sm80/mma.cuh"
+#include "device/sm90/shared_words.cuh"
 #include "xqa_decode/sm90/wide_block.cuh"
 
 namespace attnops::xqa_decode::sm90::fp8 {
@@ -22,8 +23,8 @@ struct ScaledBlock : WideBlock<Tr> {
     const uint32_t own = scales + (threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4) * 4;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      asm volatile("ld.shared.f32 %0, [%1];" : "=f"(Base::score_scale[h]) : "r"(own + h * 32) : "memory");
-      asm volatile("ld.shared.f32 %0, [%1];" : "=f"(Base::scale[h]) : "r"(own + h * 32 + Tr::kRows * 4) : "memory");
+      hopper::load_word(Base::score_scale[h], own + h * 32);
+      hopper::load_word(Base::scale[h], own + h * 32 + Tr::kRows * 4);
     }
     Base::clear();
   }
@@ -82,18 +83,13 @@ struct WidenedBlock : ScaledBlock<Tr> {
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; chunk += 2) {
       uint32_t raw[4], wide[8];
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(raw[0]), "=r"(raw[1]), "=r"(raw[2]), "=r"(raw[3])
-                   : "r"((from ^ (chunk % 8 * 16)) + chunk / 8 * hopper::kTileBytes)
-                   : "memory");
+      hopper::load_words(raw, (from ^ (chunk % 8 * 16)) + chunk / 8 * hopper::kTileBytes);
 #pragma unroll
       for (int k = 0; k < 4; ++k) e4m3x4_to_half(raw[k], wide[2 * k], wide[2 * k + 1]);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const uint32_t at = (to ^ ((chunk % 4 * 2 + half) * 16)) + chunk / 4 * hopper::kTileBytes;
-        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(wide[4 * half]), "r"(wide[4 * half + 1]),
-                     "r"(wide[4 * half + 2]), "r"(wide[4 * half + 3])
-                     : "memory");
+        hopper::store_words(at, wide + 4 * half);
       }
     }
     hopper::fence_async_proxy();

@@ -1,5 +1,6 @@
 #pragma once
 #include "device/sm80/mma.cuh"
+#include "device/sm90/shared_words.cuh"
 #include "xqa_decode/sm90/tile_stream.cuh"
 
 namespace attnops::xqa_decode::sm90::fp8 {
@@ -49,10 +50,7 @@ class WideningWarp {
       for (int i = 0; i < kAtOnce; ++i) {
         if (!has_item(pass * kAtOnce + i)) continue;
         const int item = warp + (pass * kAtOnce + i) * kWarps, part = item % kParts, chunk = item / kParts;
-        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(raw[i][0]), "=r"(raw[i][1]), "=r"(raw[i][2]), "=r"(raw[i][3])
-                     : "r"((from ^ (chunk % 8 * 16)) + chunk / 8 * kColumnBytes + part * (32 * 128))
-                     : "memory");
+        hopper::load_words(raw[i], (from ^ (chunk % 8 * 16)) + chunk / 8 * kColumnBytes + part * (32 * 128));
       }
       if (pass == 0) hopper::mbarrier_wait(shared_ + SharedLayout<Tr>::kEmpty + to_.slot * 8, to_.parity ^ 1);
 #pragma unroll
@@ -64,11 +62,7 @@ class WideningWarp {
 #pragma unroll
         for (int k = 0; k < 4; ++k) e4m3x4_to_half(raw[i][k], wide[2 * k], wide[2 * k + 1]);
 #pragma unroll
-        for (int k = 0; k < 2; ++k) {
-          asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at ^ ((chunk % 4 * 2 + k) * 16)),
-                       "r"(wide[4 * k]), "r"(wide[4 * k + 1]), "r"(wide[4 * k + 2]), "r"(wide[4 * k + 3])
-                       : "memory");
-        }
+        for (int k = 0; k < 2; ++k) hopper::store_words(at ^ ((chunk % 4 * 2 + k) * 16), wide + 4 * k);
       }
     }
     // Behind the stores, and so behind the reads that they wait for. The copy engine may write into the one place next,

@@ -3,5 +3,8 @@
 #include "mla_decode/sm90/fp8_fragments/launch.cuh"
 
 namespace attnops::mla_decode::sm90::fp8_fragments {
+void launch_few_dense_bf16(const Params& p, cudaStream_t stream) {
+  launch_few<__nv_bfloat16, Format::kDense>(p, stream);
+}
 void launch_dense_bf16(const Params& p, cudaStream_t stream) { launch<__nv_bfloat16, Format::kDense>(p, stream); }
 }  // namespace attnops::mla_decode::sm90::fp8_fragments
