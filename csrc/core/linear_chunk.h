@@ -48,11 +48,13 @@ struct RequestSegments {
 };
 
 inline constexpr int kPanelBytes = kChunk * 128;  // 64 rows of 64 16-bit elements
-// Floats of 64 tokens: for S k, S q, u; the chunk's decay (with gates per channel: of each in rows 0 to 3); beta.
-inline constexpr int kFactorRows = 5, kBetaRow = 4;
+// Floats of 64 tokens: for S k, S q, u; the chunk's decay (with gates per channel: of each in rows 0 to 3); dt of SSD,
+// or what keys are multiplied with. Where queries meet keys in the pass, those for S q are sums of log-decays, to
+// base 2.
+inline constexpr int kFactorRows = 5, kLastRow = 4;
 // Without gates per channel: the place of a word that says whether a chunk is there, where it is read before the
 // kernel that makes it has ended. Its row holds one number.
-inline constexpr int kMarkAt = kBetaRow * kChunk - 1;
+inline constexpr int kMarkAt = kLastRow * kChunk - 1;
 
 // Bytes of one chunk and head, in order: [T], P, factors; with gates per channel also K, Q and K once more, each with
 // its decay.

@@ -8,9 +8,10 @@
 #include "core/linear_step.h"
 #include "core/math.h"
 #include "device/common/pdl.cuh"
+#include "device/sm80/cp_async.cuh"
 
 // Bound by memory: a thread walks along some neighbouring channels, an access a token, with the window in registers.
-// The next tokens' inputs are asked for before the last ones are used. No load stands in a branch of its own, since
+// Later tokens' inputs are asked for before earlier ones are used. No load stands in a branch of its own, since
 // it would be waited for there: loads behind a thread's last token read that token again.
 namespace attnops::causal_conv1d {
 
@@ -173,6 +174,31 @@ struct Span {
   }
 };
 
+// Inputs that a thread has asked for: kAhead tokens a copy, in places of shared memory that no other thread sees. So no
+// barrier is needed, and what is on its way takes no registers.
+template <typename T, int kVec, int kAhead, int kCopies, int kThreads>
+struct InputRing {
+  using Lane = Elements<T, kVec>;
+  static constexpr int kBytes = kCopies * kAhead * kThreads * 16;
+  unsigned char* places;
+
+  __device__ unsigned char* at(int copy, int token) const {
+    return places + ((copy * kAhead + token) * kThreads + static_cast<int>(threadIdx.x)) * 16;
+  }
+  // Tokens behind the last one are that token again, and not read.
+  __device__ void ask(int copy, const T* from, int64_t stride, int left) const {
+    if (left > 0) {
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a) {
+        const T* token = from + min_of(a, left - 1) * stride;
+        cp_async_16(smem_address(at(copy, a)), token, true);
+      }
+    }
+    cp_async_commit();
+  }
+  __device__ Lane take(int copy, int token) const { return Lane::load(reinterpret_cast<const T*>(at(copy, token))); }
+};
+
 // A thread's channels, and the tokens that it computes of them. It asks for the inputs of kAhead tokens at once.
 template <typename T, int kVec, int kWidth, int kAhead>
 struct Walk {
@@ -264,6 +290,13 @@ struct Walk {
                            StateLayout layout) const {
     Lane ahead[kAhead], window[kHistory];
     load_tokens(ahead, begin, end - begin);
+    begin_window(window, request, first, last, begin, layout);
+    p.silu ? run<true>(window, ahead, begin, end) : run<false>(window, ahead, begin, end);
+  }
+
+  // The inputs before token `begin`. That of its request's first token also writes the new state.
+  __device__ void begin_window(Lane (&window)[kHistory], int64_t request, int64_t first, int64_t last, int64_t begin,
+                               StateLayout layout) const {
     if (begin == first) {
       T* slot = states(p.state_indices[request]);
       const bool starts_at_zero = p.has_initial_state != nullptr && p.has_initial_state[request] == 0;
@@ -289,7 +322,46 @@ struct Walk {
 #pragma unroll
       for (int j = 0; j < kHistory; ++j) window[j] = Lane::load(x(max_of(begin - kHistory + j, first)));
     }
-    p.silu ? run<true>(window, ahead, begin, end) : run<false>(window, ahead, begin, end);
+  }
+
+  // The same, the inputs by way of a ring.
+  template <class Ring, int kCopies>
+  __device__ void convolve_copied(const Ring& ring, int64_t request, int64_t first, int64_t last, int64_t begin,
+                                  int64_t end, StateLayout layout) const {
+    const int left = static_cast<int>(end - begin);
+#pragma unroll
+    for (int c = 0; c < kCopies; ++c) ring.ask(c, x(begin + c * kAhead), p.stride_x, left - c * kAhead);
+    Lane window[kHistory];
+    begin_window(window, request, first, last, begin, layout);
+    p.silu ? run_copied<true, kCopies>(ring, window, begin, left)
+           : run_copied<false, kCopies>(ring, window, begin, left);
+  }
+
+  template <bool kSilu, int kCopies, class Ring>
+  __device__ void run_copied(const Ring& ring, const Lane (&before)[kHistory], int64_t begin, int left) const {
+    const T* from = x(begin + kCopies * kAhead);
+    T* to = out(begin);
+    float window[kHistory + kAhead][kVec];
+#pragma unroll
+    for (int j = 0; j < kHistory; ++j) unpack(window[j], before[j]);
+    for (int copy = 0; left > 0; left -= kAhead) {
+      cp_async_wait<kCopies - 1>();
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a) {
+        unpack(window[kHistory + a], ring.take(copy, a));
+        const Lane result = sum_of<kSilu>(window, a);
+        if (a < left) result.store(to + a * p.stride_out);
+      }
+      ring.ask(copy, from, p.stride_x, left - kCopies * kAhead);
+      from += kAhead * p.stride_x, to += kAhead * p.stride_out;
+      if (++copy == kCopies) copy = 0;
+#pragma unroll
+      for (int j = 0; j < kHistory; ++j) {
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) window[j][i] = window[kAhead + j][i];
+      }
+    }
+    cp_async_wait<0>();
   }
 
   // Token `begin` and those after it, of `left` in all.
@@ -361,7 +433,8 @@ __device__ __forceinline__ void check_requests(const Params& p) {
 }
 
 // A CTA for each tile of tokens and block of channels, those of the same tokens side by side.
-template <typename T, int kVec, int kWidth, int kAhead, int kThreads, int kBlocks>
+// kCopies: of a ring; 0: inputs on their way are in registers.
+template <typename T, int kVec, int kWidth, int kAhead, int kCopies, int kThreads, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     conv_kernel(const __grid_constant__ Params p, StateLayout layout, int tile, int across) {
   wait_for_earlier_kernels();
@@ -374,13 +447,20 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   const int64_t channel = (int64_t{blockIdx.x % across} * kThreads + threadIdx.x) * kVec;
   if (channel >= p.channels) return;
   const Walk<T, kVec, kWidth, kAhead> walk(p, channel);
+  using Ring = InputRing<T, kVec, kAhead, kCopies, kThreads>;
+  __shared__ __align__(16) unsigned char places[max_of(Ring::kBytes, 16)];
   for (; t < span.end; ++request) {
     const bool exists = request >= 0 && request < p.batch_size;
     const int64_t last = exists || request < 0 ? p.first_token(request + 1) : span.end;
     const int64_t end = min_of(last, span.end);
     if (end <= t) continue;
     if (exists && p.in_pool(request)) {
-      walk.convolve(request, p.first_token(request), last, t, end, layout);
+      const int64_t first = p.first_token(request);
+      if constexpr (kCopies > 0) {
+        walk.template convolve_copied<Ring, kCopies>(Ring{places}, request, first, last, t, end, layout);
+      } else {
+        walk.convolve(request, first, last, t, end, layout);
+      }
     } else {
       walk.clear(t, end);
     }

@@ -9,9 +9,11 @@ namespace attnops::causal_conv1d {
 namespace {
 
 constexpr int kAhead = 4;
-constexpr int kThreads = 128, kBlocks = 3;  // of an SM: 170 registers a thread
-constexpr int kMostTile = 32;               // tokens that a thread walks: each CTA reads the width - 1 before them, too
-constexpr int64_t kBusyBlocks = 528;        // four for each SM of a large GPU
+constexpr int kThreads = 128;
+constexpr int kCopies = 4, kBlocks = 4;  // of a CTA's ring, and CTAs of an SM: 128 registers a thread, 128 KB
+constexpr int kBlocksWithout = 3;        // of CTAs without a ring, as copies are of 4 bytes or more: 170 registers
+constexpr int kMostTile = 32;            // tokens that a thread walks: each CTA reads the width - 1 before them, too
+constexpr int64_t kBusyBlocks = 528;     // four for each SM of a large GPU
 constexpr int kUpdateThreads = 64;
 constexpr int64_t kUpdateTokens = 16;  // more of a request are shared out among CTAs
 
@@ -55,7 +57,9 @@ void launch_width(const Params& p, CUstream_st* stream) {
   const int64_t across = blocks_across(kThreads);
   const int64_t tile =
       min_of<int64_t>(max_of<int64_t>(p.num_tokens * across / kBusyBlocks / kAhead, 1) * kAhead, kMostTile);
-  launch_dependent<&conv_kernel<T, kVec, kWidth, kAhead, kThreads, kBlocks>>(
+  constexpr bool kRing = kVec * sizeof(T) == 16;
+  launch_dependent<
+      &conv_kernel<T, kVec, kWidth, kAhead, kRing ? kCopies : 0, kThreads, kRing ? kBlocks : kBlocksWithout>>(
       "conv_kernel", shape_of(ceil_div(p.num_tokens, tile) * across, kThreads), stream, p, layout,
       static_cast<int>(tile), static_cast<int>(across));
 }

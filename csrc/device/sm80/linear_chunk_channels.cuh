@@ -295,7 +295,6 @@ __global__ void __launch_bounds__(kLocalThreads, 3) chunk_channels_kernel(const 
   store_decayed(s, to + kLayout.keys_at());
   float* factors = reinterpret_cast<float*>(to + kLayout.factors_at());
   for (int c = threadIdx.x; c < kKeys; c += kLocalThreads) factors[c] = exp2_approx(s.sums_at(kChunk - 1)[c]);
-  if (threadIdx.x < kChunk) factors[kBetaRow * kChunk + threadIdx.x] = s.coefficient[threadIdx.x];
   __syncthreads();  // keys and queries have been read
 
 #pragma unroll
@@ -311,16 +310,16 @@ __global__ void __launch_bounds__(kLocalThreads, 3) chunk_channels_kernel(const 
       *reinterpret_cast<float2*>(&s.made.l[0].at[i][j]) = make_float2(j < i ? of_key * low * keys_at[0] : 0.f,  //
                                                                       j + 1 < i ? of_key * high * keys_at[1] : 0.f);
       const float own[2] = {j == i ? s.products[i] : queries_at[0], j + 1 == i ? s.products[i] : queries_at[1]};
-      *reinterpret_cast<uint32_t*>(s.made.p + panel_at(i, n) + 4 * t) =
+      *reinterpret_cast<uint32_t*>(s.made.p[0] + panel_at(i, n) + 4 * t) =
           pack2<__nv_bfloat16>(j <= i ? of_query * low * own[0] : 0.f, j + 1 <= i ? of_query * high * own[1] : 0.f);
     }
   }
   __syncthreads();
   for (int i = threadIdx.x; i < kPanelBytes / 16; i += kLocalThreads) {
-    reinterpret_cast<uint4*>(to + kLayout.p_at())[i] = reinterpret_cast<const uint4*>(s.made.p)[i];
+    reinterpret_cast<uint4*>(to + kLayout.p_at())[i] = reinterpret_cast<const uint4*>(s.made.p[0])[i];
   }
   invert<MeetCta>(s.made, 1);
-  store_inverse(s.made.l[0], to);
+  store_inverse(s.made.l[0], s.coefficient, to);
 }
 
 template <int kKeys>

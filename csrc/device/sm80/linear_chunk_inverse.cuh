@@ -34,10 +34,11 @@ __device__ __forceinline__ void put_block(const float (&c)[4], float sign, float
   *reinterpret_cast<float2*>(to + (g + 8) * stride + 2 * t) = make_float2(sign * c[2], sign * c[3]);
 }
 
-// (1 + L)^-1 in the place of L, of the first `heads`, by four warps. Above the diagonal blocks nothing is written.
+// (1 + L)^-1 in the place of L, of the first `heads`, by four warps. What lies above the diagonal blocks is lost.
 template <class Meet, class Made>
 __device__ __forceinline__ void invert(Made& s, int heads) {
   constexpr int kStride = Made::kStride, kHeads = Made::kHeadsAtOnce;
+  const auto x_at = [&](int h, int row, int column) { return &s.l[h].at[row][32 + column]; };  // above the diagonal
   static_assert(kHeads <= 2);
   const int warp = threadIdx.x % kLocalThreads / 32, lane = threadIdx.x % 32;
   {  // a diagonal block of each head a warp, a column a lane
@@ -72,13 +73,13 @@ __device__ __forceinline__ void invert(Made& s, int heads) {
       if (h >= heads) break;
       auto& l = s.l[h].at;
       multiply_block(x[h], &l[lower][upper], kStride, &l[upper][upper + column], kStride);
-      put_block(x[h], 1.f, &s.x[h][warp / 2 * 16][column], 36);
+      put_block(x[h], 1.f, x_at(h, warp / 2 * 16, column), kStride);
     }
     __syncwarp();
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
       if (h >= heads) break;
-      multiply_block(y[h], &s.l[h].at[lower][lower], kStride, &s.x[h][warp / 2 * 16][column], 36);
+      multiply_block(y[h], &s.l[h].at[lower][lower], kStride, x_at(h, warp / 2 * 16, column), kStride);
     }
     Meet::meet();
 #pragma unroll
@@ -100,7 +101,7 @@ __device__ __forceinline__ void invert(Made& s, int heads) {
   }
 #pragma unroll
   for (int i = 0; i < 2 * kHeads; ++i) {
-    if (i / 2 < heads) put_block(x[i / 2][i % 2], 1.f, &s.x[i / 2][row][column + 8 * (i % 2)], 36);
+    if (i / 2 < heads) put_block(x[i / 2][i % 2], 1.f, x_at(i / 2, row, column + 8 * (i % 2)), kStride);
   }
   Meet::meet();
   for (int k = 0; k <= row; k += 16) {
@@ -108,7 +109,7 @@ __device__ __forceinline__ void invert(Made& s, int heads) {
     for (int i = 0; i < 2 * kHeads; ++i) {
       const int h = i / 2, n = i % 2;
       if (h >= heads) break;
-      multiply_block(y[h][n], &s.l[h].at[32 + row][32 + k], kStride, &s.x[h][k][column + 8 * n], 36);
+      multiply_block(y[h][n], &s.l[h].at[32 + row][32 + k], kStride, x_at(h, k, column + 8 * n), kStride);
     }
   }
 #pragma unroll
@@ -118,25 +119,33 @@ __device__ __forceinline__ void invert(Made& s, int heads) {
   Meet::meet();
 }
 
-// The inverse as a panel; zeros above the diagonal. A warp writes whole rows, and its reads of either half of 32 bytes
-// lie in different banks.
+// The inverse as a panel, its columns times the tokens' coefficients; zeros above the diagonal. A warp has whole
+// blocks, 32 bytes of a row for each pair of lanes.
 template <class Lower>
-__device__ __forceinline__ void store_inverse(const Lower& l, unsigned char* to) {
-  const int chunk = threadIdx.x % 8, column = 8 * chunk;
-  const bool swap = chunk >= 4;
+__device__ __forceinline__ void store_inverse(const Lower& l, const float* coefficients, unsigned char* to) {
+  const int warp = threadIdx.x % kLocalThreads / 32, lane = threadIdx.x % 32;
 #pragma unroll
-  for (int i = 0; i < kChunk * 8 / kLocalThreads; ++i) {
-    const int row = i * (kLocalThreads / 8) + threadIdx.x % kLocalThreads / 8;
-    uint2 halves[2];
+  for (int block = 0; block < 4; ++block) {
+    const int column_block = (warp + block) % 4, row = 16 * block + lane % 16, chunk = 2 * column_block + lane / 16;
+    uint32_t words[4] = {};
+    if (column_block <= block) {
+      const int column = 8 * chunk;
+      float x[8];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int j = column + 4 * (h ^ swap);
-      const float4 x = *reinterpret_cast<const float4*>(&l.at[row][j]);
-      halves[h].x = pack2<__nv_bfloat16>(j > row ? 0.f : x.x, j + 1 > row ? 0.f : x.y);
-      halves[h].y = pack2<__nv_bfloat16>(j + 2 > row ? 0.f : x.z, j + 3 > row ? 0.f : x.w);
+      for (int h = 0; h < 2; ++h) {
+        const float4 of_row = *reinterpret_cast<const float4*>(&l.at[row][column + 4 * h]);
+        const float4 scale = *reinterpret_cast<const float4*>(&coefficients[column + 4 * h]);
+        x[4 * h] = of_row.x * scale.x, x[4 * h + 1] = of_row.y * scale.y;
+        x[4 * h + 2] = of_row.z * scale.z, x[4 * h + 3] = of_row.w * scale.w;
+      }
+      if (column_block == block) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) x[i] = column + i > row ? 0.f : x[i];
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) words[i] = pack2<__nv_bfloat16>(x[2 * i], x[2 * i + 1]);
     }
-    const uint2 low = swap ? halves[1] : halves[0], high = swap ? halves[0] : halves[1];
-    *reinterpret_cast<uint4*>(to + panel_at(row, chunk)) = make_uint4(low.x, low.y, high.x, high.y);
+    *reinterpret_cast<uint4*>(to + panel_at(row, chunk)) = make_uint4(words[0], words[1], words[2], words[3]);
   }
 }
 

@@ -39,29 +39,24 @@ struct ChunkPlace {
 };
 
 // What tokens make of one another, of kHeads heads at a time. It lies where keys and queries were.
-template <int kHeads>
+template <int kHeads, bool kQueries = true>
 struct LocalProducts {
   static constexpr int kStride = 68, kHeadsAtOnce = kHeads;
   struct Lower {
     float at[kChunk][kStride];  // the strict lower triangle, then its inverse
     float pad[16];              // rows of two heads lie in different banks
   };
-  unsigned char p[kPanelBytes];
-  union {
-    unsigned char more[(kHeads - 1) * kPanelBytes + 16];  // p of the other heads, before the inverse is made
-    float x[kHeads][32][36];
-  };
+  unsigned char p[kQueries ? kHeads : 1][kQueries ? kPanelBytes : 16];
   Lower l[kHeads];
-
-  __device__ unsigned char* products(int h) { return h == 0 ? p : more + (h - 1) * kPanelBytes; }
 };
 
-template <int kKeys>
+// kQueries: whether the masked products of queries are made here.
+template <int kKeys, bool kQueries = true>
 struct LocalShared {
   static constexpr int kPanels = kKeys / 64;
   union {
-    alignas(1024) unsigned char rows[2 * kPanels * kPanelBytes];  // keys, then queries
-    LocalProducts<kLocalPair> made;
+    alignas(1024) unsigned char rows[(kQueries ? 2 : 1) * kPanels * kPanelBytes];  // keys, then queries
+    LocalProducts<kLocalPair, kQueries> made;
   };
   float sums[kLocalHeads][kChunk];  // of log-decays, to base 2
   float coefficient[kLocalHeads][kChunk];
@@ -258,7 +253,7 @@ __device__ __forceinline__ void put_query_scales(const LinearStep& step, const f
 
 // body(n, r, row, column, what products of the row with keys of the column and the next one have of decay and scale),
 // for the warp's rows and what is not above the diagonal.
-template <typename Body>
+template <bool kScaled = true, typename Body>
 __device__ __forceinline__ void each_pair_of_tokens(const float* sums, const float* key_scale, Body&& body) {
   const int warp = threadIdx.x % kLocalThreads / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const float of_row[2] = {sums[16 * warp + g], sums[16 * warp + g + 8]};
@@ -267,7 +262,8 @@ __device__ __forceinline__ void each_pair_of_tokens(const float* sums, const flo
     if (n > 2 * warp + 1) break;
     const int column = 8 * n + 2 * t;
     const float2 of_column = *reinterpret_cast<const float2*>(&sums[column]);
-    const float2 scale = *reinterpret_cast<const float2*>(&key_scale[column]);
+    float2 scale = make_float2(1.f, 1.f);
+    if constexpr (kScaled) scale = *reinterpret_cast<const float2*>(&key_scale[column]);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       body(n, r, 16 * warp + g + 8 * r, column,
@@ -282,12 +278,13 @@ __device__ __forceinline__ uint32_t query_pair(const float* product, int row, in
                               column + 1 > row ? 0.f : scale * decay.y * product[1]);
 }
 
-// Two neighbours of the strict lower triangle of keys with keys.
+// Two neighbours of the strict lower triangle of keys with keys. inside: of a block that the diagonal does not cross.
 template <class Lower>
 __device__ __forceinline__ void put_key_pair(Lower& lower, const float* product, int row, int column, float2 decay,
-                                             float scale) {
-  *reinterpret_cast<float2*>(&lower.at[row][column]) = make_float2(
-      column >= row ? 0.f : scale * decay.x * product[0], column + 1 >= row ? 0.f : scale * decay.y * product[1]);
+                                             float scale, bool inside) {
+  float2 pair = make_float2(scale * decay.x * product[0], scale * decay.y * product[1]);
+  if (!inside) pair = make_float2(column >= row ? 0.f : pair.x, column + 1 >= row ? 0.f : pair.y);
+  *reinterpret_cast<float2*>(&lower.at[row][column]) = pair;
 }
 
 // A head's numbers of each token, in shared memory.
@@ -296,41 +293,45 @@ struct TokenScales {
 };
 
 // The masked products of a head: queries times keys as a panel, and the strict lower triangle of keys times keys.
-template <bool kDelta, class Lower>
+template <bool kDelta, bool kQueries, class Lower>
 __device__ __forceinline__ void put_products(const TokenProducts& made, const TokenScales& scales,
                                              unsigned char* products, Lower& lower) {
-  const int first = threadIdx.x % kLocalThreads / 32 * 16 + threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const int warp = threadIdx.x % kLocalThreads / 32, first = 16 * warp + threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   float key_scale[2], query_scale[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    query_scale[r] = scales.query[first + 8 * r];
+    query_scale[r] = kQueries ? scales.query[first + 8 * r] : 0.f;
     key_scale[r] = scales.key[first + 8 * r] * scales.coefficient[first + 8 * r];
   }
   each_pair_of_tokens(scales.sums, scales.key, [&](int n, int r, int row, int column, float2 decay) {
     const int at = 4 * n + 2 * r;
-    *reinterpret_cast<uint32_t*>(products + panel_at(row, n) + 4 * t) =
-        query_pair(made.query_key + at, row, column, decay, query_scale[r]);
-    if constexpr (kDelta) put_key_pair(lower, made.key_key + at, row, column, decay, key_scale[r]);
+    if constexpr (kQueries) {
+      *reinterpret_cast<uint32_t*>(products + panel_at(row, n) + 4 * t) =
+          query_pair(made.query_key + at, row, column, decay, query_scale[r]);
+    }
+    if constexpr (kDelta) put_key_pair(lower, made.key_key + at, row, column, decay, key_scale[r], n < 2 * warp);
   });
 }
 
-// A token's factors in the chunk.
-template <bool kMarks, bool kQueries = true>
+// A token's factors in the chunk. Without queries their row has the sums of the log-decays.
+template <bool kDelta, bool kMarks, bool kQueries>
 __device__ __forceinline__ void put_factors(const TokenScales& scales, int i, float* factors) {
   const float of_token = scales.sums[i], of_all = scales.sums[kChunk - 1], decay = exp2_approx(of_token);
-  factors[i] = scales.key[i] * decay;
-  if constexpr (kQueries) factors[kChunk + i] = scales.query[i] * decay;
-  factors[2 * kChunk + i] = scales.key[i] * exp2_approx(of_all - of_token);
+  const float key = kDelta ? scales.key[i] : 1.f;
+  factors[i] = key * decay;
+  factors[kChunk + i] = kQueries ? scales.query[i] * decay : of_token;
+  factors[2 * kChunk + i] = key * exp2_approx(of_all - of_token);
   if (!kMarks || i != kMarkAt % kChunk) factors[3 * kChunk + i] = exp2_approx(of_all);
-  factors[kBetaRow * kChunk + i] = scales.coefficient[i];
+  factors[kLastRow * kChunk + i] = kDelta ? key : scales.coefficient[i];
 }
 
 // How the threads that make a chunk meet, and multiply.
 struct MeetCta {
   static constexpr bool kMarks = false;  // whether a chunk's word is left to others
   __device__ static void meet() { __syncthreads(); }
-  template <int kKeys, bool kDelta>
+  template <int kKeys, bool kDelta, bool kQueries>
   __device__ static void multiply(TokenProducts& made, uint32_t keys, uint32_t queries) {
+    static_assert(kQueries);
     if constexpr (kDelta) square_queries<kKeys>(made.query_query, queries);
     multiply_tokens<kKeys, kDelta>(made, keys, queries);
   }
@@ -338,16 +339,20 @@ struct MeetCta {
 };
 
 // A chunk of some of a group's heads, by kLocalThreads threads.
-template <int kKeys, bool kDelta, class Meet>
-__device__ __forceinline__ void make_chunk(const LinearPrefill& p, LocalShared<kKeys>& s, int64_t place, int group,
-                                           int part) {
+template <int kKeys, bool kDelta, class Meet, bool kQueries>
+__device__ __forceinline__ void make_chunk(const LinearPrefill& p, LocalShared<kKeys, kQueries>& s, int64_t place,
+                                           int group, int part) {
   const LinearStep& step = p.step;
   const ChunkPlace chunk(p, place);
   if (chunk.count == 0) return;
   const int thread = threadIdx.x % kLocalThreads, warp = thread / 32;
   const uint32_t keys = smem_address(s.rows), queries = keys + kKeys / 64 * kPanelBytes;
-  copy_rows<kKeys / 64, kLocalThreads>(keys, step.k, group, chunk.begin, chunk.count, 0, step.key_dim);
-  copy_rows<kKeys / 64, kLocalThreads>(queries, step.q, group, chunk.begin, chunk.count, 0, step.key_dim);
+  if constexpr (kDelta || kQueries) {
+    copy_rows<kKeys / 64, kLocalThreads>(keys, step.k, group, chunk.begin, chunk.count, 0, step.key_dim);
+  }
+  if constexpr (kQueries) {
+    copy_rows<kKeys / 64, kLocalThreads>(queries, step.q, group, chunk.begin, chunk.count, 0, step.key_dim);
+  }
   const int first_head = part * kLocalHeads;
   const int heads = min_of(kLocalHeads, step.heads_per_group - first_head);
   const int head_base = group * step.heads_per_group + first_head;
@@ -359,10 +364,12 @@ __device__ __forceinline__ void make_chunk(const LinearPrefill& p, LocalShared<k
   Meet::rows_are_there();
   Meet::meet();
   TokenProducts products;
-  Meet::template multiply<kKeys, kDelta>(products, keys, queries);
-  put_key_scales<kDelta>(step, products.key_key, s.key_scale);
-  put_query_scales<kDelta>(step, products.query_query, s.query_scale);
-  Meet::meet();
+  if constexpr (kDelta || kQueries) {
+    Meet::template multiply<kKeys, kDelta, kQueries>(products, keys, queries);
+    put_key_scales<kDelta>(step, products.key_key, s.key_scale);
+    if constexpr (kQueries) put_query_scales<kDelta>(step, products.query_query, s.query_scale);
+    Meet::meet();
+  }
   auto& made = s.made;
   constexpr ChunkScratch kLayout{.panels = kKeys / 64, .delta = kDelta, .channels = false};
   for (int first = 0; first < heads; first += kLocalPair) {
@@ -372,27 +379,35 @@ __device__ __forceinline__ void make_chunk(const LinearPrefill& p, LocalShared<k
     const auto scales = [&](int h) {
       return TokenScales{s.sums[first + h], s.coefficient[first + h], s.key_scale, s.query_scale};
     };
-    for (int i = thread; i < count * (kPanelBytes / 16); i += kLocalThreads) {  // what is above the diagonal stays
-      reinterpret_cast<uint4*>(made.products(i / (kPanelBytes / 16)))[i % (kPanelBytes / 16)] = make_uint4(0, 0, 0, 0);
+    if constexpr (kQueries) {
+      for (int i = thread; i < count * (kPanelBytes / 16); i += kLocalThreads) {  // what is above the diagonal stays
+        reinterpret_cast<uint4*>(made.p[i / (kPanelBytes / 16)])[i % (kPanelBytes / 16)] = make_uint4(0, 0, 0, 0);
+      }
+      Meet::meet();
     }
-    Meet::meet();
+    if constexpr (kDelta || kQueries) {
 #pragma unroll 1
-    for (int h = 0; h < count; ++h) put_products<kDelta>(products, scales(h), made.products(h), made.l[h]);
-    Meet::meet();
-    for (int h = 0; h < count; ++h) {
-      const uint4* of_head = reinterpret_cast<const uint4*>(made.products(h));
-      for (int i = thread; i < kPanelBytes / 16; i += kLocalThreads) {
-        reinterpret_cast<uint4*>(to + h * kLayout.bytes() + kLayout.p_at())[i] = of_head[i];
+      for (int h = 0; h < count; ++h) {
+        put_products<kDelta, kQueries>(products, scales(h), made.p[kQueries ? h : 0], made.l[h]);
+      }
+      Meet::meet();
+    }
+    if constexpr (kQueries) {
+      for (int h = 0; h < count; ++h) {
+        const uint4* of_head = reinterpret_cast<const uint4*>(made.p[h]);
+        for (int i = thread; i < kPanelBytes / 16; i += kLocalThreads) {
+          reinterpret_cast<uint4*>(to + h * kLayout.bytes() + kLayout.p_at())[i] = of_head[i];
+        }
       }
     }
     for (int at = thread; at < count * kChunk; at += kLocalThreads) {
       const int h = at / kChunk;
-      put_factors<Meet::kMarks>(scales(h), at % kChunk,
-                                reinterpret_cast<float*>(to + h * kLayout.bytes() + kLayout.factors_at()));
+      put_factors<kDelta, Meet::kMarks, kQueries>(
+          scales(h), at % kChunk, reinterpret_cast<float*>(to + h * kLayout.bytes() + kLayout.factors_at()));
     }
     if constexpr (kDelta) {
       invert<Meet>(made, count);
-      for (int h = 0; h < count; ++h) store_inverse(made.l[h], to + h * kLayout.bytes());
+      for (int h = 0; h < count; ++h) store_inverse(made.l[h], scales(h).coefficient, to + h * kLayout.bytes());
     }
     Meet::meet();
     if constexpr (Meet::kMarks) {
@@ -402,26 +417,30 @@ __device__ __forceinline__ void make_chunk(const LinearPrefill& p, LocalShared<k
 }
 
 // Grid: parts of a group's heads x groups x places, in one dimension.
-template <int kKeys, bool kDelta, class Meet>
-__global__ void __launch_bounds__(kLocalThreads, kKeys <= 128 ? 4 : 2)
+template <int kKeys, bool kDelta, class Meet, bool kQueries>
+__global__ void __launch_bounds__(kLocalThreads, kKeys > 128 ? 2
+                                                 : kQueries  ? 4
+                                                 : kDelta    ? 5
+                                                             : 8)
     chunk_local_kernel(const __grid_constant__ LinearPrefill p, int groups, int parts) {
   extern __shared__ __align__(1024) unsigned char memory[];
   wait_for_earlier_kernels();
   let_next_kernel_start();
-  make_chunk<kKeys, kDelta, Meet>(p, *reinterpret_cast<LocalShared<kKeys>*>(memory), blockIdx.x / parts / groups,
-                                  blockIdx.x / parts % groups, blockIdx.x % parts);
+  make_chunk<kKeys, kDelta, Meet, kQueries>(p, *reinterpret_cast<LocalShared<kKeys, kQueries>*>(memory),
+                                            blockIdx.x / parts / groups, blockIdx.x / parts % groups,
+                                            blockIdx.x % parts);
 }
 
-template <int kKeys, bool kDelta, class Meet = MeetCta>
+template <int kKeys, bool kDelta, class Meet = MeetCta, bool kQueries = true>
 void launch_chunk_local(const char* what, const LinearPrefill& p, cudaStream_t stream) {
   const int groups = p.step.num_heads / p.step.heads_per_group, parts = ceil_div(p.step.heads_per_group, kLocalHeads);
   const int64_t blocks = chunk_places(p.num_tokens, p.step.batch_size) * groups * parts;
   if (blocks > INT32_MAX) throw std::runtime_error(std::string(what) + ": more than 2^31 chunks of heads");
   if (blocks == 0) return;  // a grid of zero CTAs is a launch error
-  constexpr int kBytes = static_cast<int>(sizeof(LocalShared<kKeys>));
+  constexpr int kBytes = static_cast<int>(sizeof(LocalShared<kKeys, kQueries>));
   const LaunchShape shape{
       .blocks = static_cast<int>(blocks), .threads = kLocalThreads, .shared_bytes = kBytes, .max_shared_bytes = kBytes};
-  launch_dependent<&chunk_local_kernel<kKeys, kDelta, Meet>>(what, shape, stream, p, groups, parts);
+  launch_dependent<&chunk_local_kernel<kKeys, kDelta, Meet, kQueries>>(what, shape, stream, p, groups, parts);
 }
 
 }  // namespace attnops

@@ -7,8 +7,8 @@
 
 // The part of a prompt that goes from chunk to chunk: a warp has 16 rows of values and their state in registers, and
 // takes a chunk's tokens as columns:
-//   U = (beta (V - S K^T)) T^T;  O = S Q^T + U P^T;  S = decay S + U K
-// with the decays on the columns of the products. In SSD U is dt X.
+//   U = (V - S K^T) T^T;  O = S Q^T + U P^T;  S = decay S + U K
+// with the decays on the columns of the products, and beta on those of T. In SSD U is dt X.
 namespace attnops {
 
 template <int kKeys, bool kDelta, bool kChannels, int kWarps>
@@ -172,19 +172,30 @@ class ChunkPassBase {
     return *reinterpret_cast<const float2*>(&stage.factors[row][8 * tile + 2 * t_]);
   }
 
-  // What the values are, less what the state says of them, times beta; from there on `u` are updates, or in the delta
-  // rule what the inverse makes them of.
-  __device__ void take_values(const auto& stage, float (&u)[32]) const {
+  // A row of factors, or ones where channels decay by themselves.
+  __device__ void load_factors(const auto& stage, int row, float2 (&to)[8]) const {
+#pragma unroll
+    for (int n = 0; n < 8; ++n) to[n] = kChannels ? make_float2(1.f, 1.f) : factor(stage, row, n);
+  }
+
+  __device__ void load_values(const auto& stage, float (&to)[32]) const {
+    each_value(stage, [&](int i, int, float low, float high) { to[i] = low, to[i + 1] = high; });
+  }
+
+  // What the values are, less what the state says of them: from there on `u` is what the inverse makes updates of.
+  __device__ static void take_values(const float (&values)[32], const float2 (&decays)[8], float (&u)[32]) {
+#pragma unroll
+    for (int i = 0; i < 32; i += 2) {
+      u[i] = fmaf(-decays[i / 4].x, u[i], values[i]);
+      u[i + 1] = fmaf(-decays[i / 4].y, u[i + 1], values[i + 1]);
+    }
+  }
+
+  // Updates of SSD.
+  __device__ void scale_values(const auto& stage, float (&u)[32]) const {
     each_value(stage, [&](int i, int tile, float low, float high) {
-      const float2 beta = factor(stage, kBetaRow, tile);
-      if constexpr (kDelta) {
-        const float2 decay = kChannels ? make_float2(1.f, 1.f) : factor(stage, 0, tile);
-        u[i] = beta.x * fmaf(-decay.x, u[i], low);
-        u[i + 1] = beta.y * fmaf(-decay.y, u[i + 1], high);
-      } else {
-        u[i] = beta.x * low;
-        u[i + 1] = beta.y * high;
-      }
+      const float2 scale = factor(stage, kLastRow, tile);
+      u[i] = scale.x * low, u[i + 1] = scale.y * high;
     });
   }
 
@@ -194,14 +205,10 @@ class ChunkPassBase {
   }
 
   // Updates under the decay to the chunk's end.
-  __device__ void pack_decayed(const auto& stage, uint32_t (&a)[4][4], const float (&u)[32]) const {
+  __device__ static void pack_decayed(const float2 (&decays)[8], uint32_t (&a)[4][4], const float (&u)[32]) {
     float decayed[32];
 #pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      const float2 decay = kChannels ? make_float2(1.f, 1.f) : factor(stage, 2, n);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) decayed[4 * n + i] = u[4 * n + i] * (i % 2 == 0 ? decay.x : decay.y);
-    }
+    for (int i = 0; i < 32; ++i) decayed[i] = u[i] * (i % 2 == 0 ? decays[i / 4].x : decays[i / 4].y);
     pack_tokens(a, decayed);
   }
 
@@ -302,8 +309,16 @@ class ChunkPass : public ChunkPassBase<ChunkPass<kKeys, kDelta, kChannels, kWarp
         multiply(o + 8 * n, a, queries + panel, 16 * n, i % 4);
       }
     }
-    this->take_values(stage, u);
     uint32_t a[4][4];
+    float2 decays[8];
+    if constexpr (kDelta) {
+      float values[32];
+      this->load_values(stage, values);
+      this->load_factors(stage, 0, decays);
+      Base::take_values(values, decays, u);
+    } else {
+      this->scale_values(stage, u);
+    }
     Base::pack_tokens(a, u);
     if constexpr (kDelta) {
 #pragma unroll
@@ -313,7 +328,8 @@ class ChunkPass : public ChunkPassBase<ChunkPass<kKeys, kDelta, kChannels, kWarp
     }
     this->decay_out(stage, o);
     multiply_lower(o, a, smem_address(stage.p));
-    this->pack_decayed(stage, a, u);
+    this->load_factors(stage, 2, decays);
+    Base::pack_decayed(decays, a, u);
     this->decay_state(stage);
     const uint32_t last_keys = smem_address(kChannels ? stage.k_end : stage.k);
 #pragma unroll

@@ -11,8 +11,10 @@ namespace attnops::sm90 {
 
 // Bytes of shared memory of the largest kernel for keys of kKeys elements.
 template <int kKeys, bool kDelta, bool kChannels, int kMostGroups = kChannels ? 1 : 2>
-inline constexpr int kChunkSharedBytes = static_cast<int>(
-    max_of(sizeof(RingShared<kKeys, kDelta, kChannels, kMostGroups>), sizeof(RingShared<kKeys, kDelta, kChannels, 1>)));
+inline constexpr int kChunkSharedBytes =
+    static_cast<int>(max_of(sizeof(RingShared<kKeys, kDelta, kChannels, kMostGroups, Part::kWhole, !kChannels>),
+                            max_of(sizeof(RingShared<kKeys, kDelta, kChannels, 1, Part::kWhole, !kChannels>),
+                                   sizeof(RingShared<kKeys, kDelta, kChannels, 1>))));
 
 // Chunks of the delta rule are made ahead of the pass where it takes at most this many of eight SMs, and where prompts
 // have so many chunks.
@@ -48,12 +50,15 @@ void launch_linear_chunks(const char* what, const LinearPrefill& p, cudaStream_t
         return launch_chunk_ring<ChunkRing<kKeys, kDelta, kChannels, 1>>(what, p, sms, true, stream);
       }
     }
-    launch_chunk_local<kKeys, kDelta, MeetGroup>(what, p, stream);
+    launch_chunk_local<kKeys, kDelta, MeetGroup, false>(what, p, stream);
     if (p.step.value_dim > 64 && works > sms) {
-      return launch_chunk_ring<ChunkRing<kKeys, kDelta, kChannels, 2>>(what, p, sms, false, stream);
+      return launch_chunk_ring<ChunkRing<kKeys, kDelta, kChannels, 2, Part::kWhole, true>>(what, p, sms, false, stream);
     }
+    return launch_chunk_ring<ChunkRing<kKeys, kDelta, kChannels, 1, Part::kWhole, true>>(what, p, sms, false, stream);
   }
-  launch_chunk_ring<ChunkRing<kKeys, kDelta, kChannels, 1>>(what, p, sms, false, stream);
+  if constexpr (kChannels) {
+    launch_chunk_ring<ChunkRing<kKeys, kDelta, kChannels, 1>>(what, p, sms, false, stream);
+  }
 }
 
 }  // namespace attnops::sm90

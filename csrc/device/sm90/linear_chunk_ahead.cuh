@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kAheadWorkers* kLocalThreads, 1)
   for (int i = blockIdx.x * kAheadWorkers + worker; i < each * requests * parts_of_all;
        i += gridDim.x * kAheadWorkers) {
     const int turn = i / parts_of_all, place = turn % requests * each + turn / requests;
-    if (place < places) make_chunk<kKeys, kDelta, MeetWorker>(p, shared, place, i / parts % groups, i % parts);
+    if (place < places) make_chunk<kKeys, kDelta, MeetWorker, true>(p, shared, place, i / parts % groups, i % parts);
   }
 }
 

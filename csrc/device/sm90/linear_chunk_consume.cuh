@@ -18,7 +18,7 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
  public:
   using Shared = Shared_;
   static constexpr int kKeys = Shared::kKeys, kGroups = Shared::kGroups;
-  static constexpr bool kDelta = Shared::kDelta, kChannels = Shared::kChannels;
+  static constexpr bool kDelta = Shared::kDelta, kChannels = Shared::kChannels, kMakes = Shared::kMakes;
   using Base = ChunkPassBase<ChunkConsumers, kKeys, kDelta, kChannels, 4 * kGroups>;
   using Stage = typename Shared::Stage;
   using Turn = typename Shared::Turn;
@@ -42,13 +42,16 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
       const Note& note = ring_.notes[turn.stage];
       uint32_t state[kKeys / 16][4], a[4][4], decayed[4][4];
       float u[32];
+      float2 decays[8];
       mbarrier_wait(ring_.full(turn), turn.phase);
       if (note.size == 0) break;
-      ring_.wait_for_rows(turn);
+      // What makes numbers that are wanted behind a wait stays ahead of it, also in machine code, since stores that
+      // never happen want them, too. Else it goes to where the next products wait for it.
+      const bool never = note.size < 0;
       if (note.first) begin_work(note);
 #pragma unroll
       for (int i = 0; i < kKeys / 16; ++i) Base::pack(state[i], this->state_ + 8 * i, this->state_ + 8 * i + 4);
-      fence_async_proxy();  // rows may arrive by ordinary writes
+      if (!note.boxes) fence_async_proxy();  // rows may arrive by ordinary writes
       if constexpr (kDelta) {
         wgmma_fence();
         const uint32_t keys = smem_address(ring_.keys(turn));
@@ -66,8 +69,19 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
         named_barrier_arrive(kStateThere, kMeeting);
       }
       this->decay_state(stage);
-      if constexpr (kDelta) wgmma_wait<0>(u);
-      this->take_values(stage, u);
+      if constexpr (kDelta) {
+        float values[32];
+        this->load_values(stage, values);
+        this->load_factors(stage, 0, decays);
+        if (kOutputs && never) {
+          store_numbers(this->state_, smem_address(stage.t));
+          if constexpr (kGroups == 1) store_numbers(values, smem_address(stage.t));
+        }
+        wgmma_wait<0>(u);
+        Base::take_values(values, decays, u);
+      } else {
+        this->scale_values(stage, u);
+      }
       Base::pack_tokens(a, u);
       if constexpr (kDelta) {
         wgmma_fence();
@@ -77,10 +91,13 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
           wgmma_n64<Bf16>(u, a[j], operand_descriptor(inverse) + j * kStepKMajor, j > 0);
         }
         wgmma_commit();
+        this->load_factors(stage, 2, decays);
         wgmma_wait<0>(u);
-        Base::pack_tokens(a, u);
+        Base::pack_decayed(decays, decayed, u);
+      } else {
+        this->load_factors(stage, 2, decays);
+        Base::pack_decayed(decays, decayed, u);
       }
-      this->pack_decayed(stage, decayed, u);
       wgmma_fence();
       const uint32_t last_keys = smem_address(ring_.last_keys(turn));
 #pragma unroll
@@ -94,6 +111,7 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
       }
       wgmma_commit();
       if constexpr (kOutputs) {
+        if constexpr (kDelta) Base::pack_tokens(a, u);
         named_barrier_sync(kUpdatesFree, kMeeting);
 #pragma unroll
         for (int j = 0; j < 4; ++j) put(a[j], ring_.updates(turn, group), j);
@@ -110,10 +128,12 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
       }
       const int kept = note.kept, written = note.written;
       mbarrier_arrive(ring_.empty(turn));
+      if ((kept & written) >= 0) {
 #pragma unroll 1
-      for (int i = 0; i < 2; ++i) {
-        const int slot = i == 0 ? kept : written;
-        if (slot >= 0) this->save(slot);
+        for (int i = 0; i < 2; ++i) {
+          const int slot = i == 0 ? kept : written;
+          if (slot >= 0) this->save(slot);
+        }
       }
     }
     if constexpr (kOutputs) {
@@ -185,13 +205,13 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
       Stage& stage = ring_.stages[turn.stage];
       float o[kGroups][32];
       mbarrier_wait(ring_.full(turn), turn.phase);
-      const std::conditional_t<Shared::kMakes, const Note&, Note> note = ring_.notes[turn.stage];
+      const Note note = ring_.notes[turn.stage];
       if (note.size == 0) break;
-      ring_.wait_for_rows(turn);
-      fence_async_proxy();
+      if (!note.boxes) fence_async_proxy();
       float decays[2] = {1.f, 1.f};
-      if constexpr (Shared::kMakes) {
-        multiply_queries(turn, decays);
+      uint32_t made[4][4];
+      if constexpr (kMakes) {
+        multiply_queries(turn, decays, made);
       } else if constexpr (!kChannels) {
         decays[0] = stage.factors[1][16 * this->warp_ + this->g_];
         decays[1] = stage.factors[1][16 * this->warp_ + this->g_ + 8];
@@ -218,14 +238,19 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
       }
       named_barrier_sync(kUpdatesThere, kMeeting);
       wgmma_fence();
-      const uint32_t products = smem_address(stage.p);
+      uint32_t products = 0;
+      if constexpr (!kMakes) products = smem_address(stage.p);
 #pragma unroll
       for (int v = 0; v < kGroups; ++v) {
         const uint32_t updates = smem_address(ring_.updates(turn, v));
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          wgmma_n64<Bf16>(o[v], operand_descriptor(products) + j * kStepKMajor,
-                          operand_descriptor(updates) + j * kStepKMajor, 1);
+          const uint64_t columns = operand_descriptor(updates) + j * kStepKMajor;
+          if constexpr (kMakes) {
+            wgmma_n64<Bf16>(o[v], made[j], columns, 1);
+          } else {
+            wgmma_n64<Bf16>(o[v], operand_descriptor(products) + j * kStepKMajor, columns, 1);
+          }
         }
       }
       wgmma_commit();
@@ -237,7 +262,7 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
           for (int v = 0; v < kGroups; ++v) add_values(stage.v + v * kPanelBytes, p.skip[note.head], o[v]);
         }
       }
-      if constexpr (!Shared::kMakes) mbarrier_arrive(ring_.empty(turn));
+      if constexpr (Shared::kOutsApart) mbarrier_arrive(ring_.empty(turn));
       __syncwarp();  // the chunk before has been read
 #pragma unroll
       for (int v = 0; v < kGroups; ++v) {
@@ -251,7 +276,7 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
       __syncwarp();
 #pragma unroll
       for (int v = 0; v < kGroups; ++v) store_tokens(note, ring_.out(turn, v), v);
-      if constexpr (Shared::kMakes) {  // outputs lie where queries were
+      if constexpr (!Shared::kOutsApart) {  // they lie where queries were
         fence_async_proxy();
         mbarrier_arrive(ring_.empty(turn));
       }
@@ -259,29 +284,31 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
   }
 
   // The masked products of queries with keys, and what the state says of queries is multiplied with.
-  __device__ void multiply_queries(const Turn& turn, float (&decays)[2]) {
+  __device__ void multiply_queries(const Turn& turn, float (&decays)[2], uint32_t (&made)[4][4]) {
     Stage& stage = ring_.stages[turn.stage];
     const uint32_t queries = smem_address(ring_.queries(turn));
     float products[32], squares[2][4], scale[2];
     wgmma_fence();
     multiply_by_keys<kKeys>(products, queries, smem_address(ring_.keys(turn)));
     wgmma_commit();
-    square_queries<kKeys>(squares, queries);
+    if constexpr (kDelta) square_queries<kKeys>(squares, queries);
     wgmma_wait<0>(products);
+    const float *sums = stage.factors[1], *key_scale = stage.factors[kLastRow];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {  // a row's square is with one lane
-      const float square = this->g_ % 2 == 0 ? squares[r][2 * r] : squares[r][2 * r + 1];
-      const float norm = __shfl_sync(0xffffffffu, square, 4 * this->g_ + this->g_ / 2);
-      scale[r] = query_scale_of(this->p_, this->p_.normalize, norm);
-      decays[r] = scale[r] * exp2_approx(stage.sums[16 * this->warp_ + this->g_ + 8 * r]);
+    for (int r = 0; r < 2; ++r) {
+      float norm = 0.f;
+      if constexpr (kDelta) {  // a row's square is with one lane
+        const float square = this->g_ % 2 == 0 ? squares[r][2 * r] : squares[r][2 * r + 1];
+        norm = __shfl_sync(0xffffffffu, square, 4 * this->g_ + this->g_ / 2);
+      }
+      scale[r] = query_scale_of(this->p_, kDelta && this->p_.normalize, norm);
+      decays[r] = scale[r] * exp2_approx(sums[16 * this->warp_ + this->g_ + 8 * r]);
     }
-    uint32_t to[4][4] = {};
-    each_pair_of_tokens(stage.sums, stage.key_scale, [&](int n, int r, int row, int column, float2 decay) {
-      to[n / 2][n % 2 * 2 + r] = query_pair(products + 4 * n + 2 * r, row, column, decay, scale[r]);
-    });
 #pragma unroll
-    for (int j = 0; j < 4; ++j) put(to[j], stage.p, j);
-    fence_async_proxy();
+    for (int i = 0; i < 16; ++i) made[i / 4][i % 4] = 0;
+    each_pair_of_tokens<kDelta>(sums, key_scale, [&](int n, int r, int row, int column, float2 decay) {
+      made[n / 2][n % 2 * 2 + r] = query_pair(products + 4 * n + 2 * r, row, column, decay, scale[r]);
+    });
   }
 
   __device__ static void wait(float (&o)[kGroups][32]) {

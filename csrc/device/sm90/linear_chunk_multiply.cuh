@@ -18,13 +18,15 @@ __device__ __forceinline__ void multiply_by_keys(float (&to)[32], uint32_t rows,
 
 // The products of a chunk's tokens by wgmma. All kernels of sm_90 take them, so that no bit depends on the kernel.
 struct MultiplyGroup {
-  template <int kKeys, bool kDelta>
+  template <int kKeys, bool kDelta, bool kQueries>
   __device__ static void multiply(TokenProducts& made, uint32_t keys, uint32_t queries) {
     wgmma_fence();
     if constexpr (kDelta) multiply_by_keys<kKeys>(made.key_key, keys, keys);
-    multiply_by_keys<kKeys>(made.query_key, queries, keys);
+    if constexpr (kQueries) multiply_by_keys<kKeys>(made.query_key, queries, keys);
     wgmma_commit();
-    if constexpr (kDelta) {
+    if constexpr (!kQueries) {
+      wgmma_wait<0>(made.key_key);
+    } else if constexpr (kDelta) {
       square_queries<kKeys>(made.query_query, queries);
       wgmma_wait<0>(made.key_key, made.query_key);
     } else {

@@ -8,24 +8,27 @@
 // stored.
 namespace attnops::sm90 {
 
-template <int kKeys_, bool kDelta_, bool kChannels_, int kGroups_, Part kPart_ = Part::kWhole>
+template <int kStages>
+struct RingTurn {
+  int stage = 0;
+  uint32_t phase = 0;
+
+  __device__ void next() {
+    if (++stage == kStages) stage = 0, phase ^= 1;
+  }
+};
+
+template <int kKeys_, bool kDelta_, bool kChannels_, int kGroups_, Part kPart_ = Part::kWhole, bool kMakes_ = false>
 struct RingShared {
   static constexpr int kKeys = kKeys_, kGroups = kGroups_;
-  static constexpr bool kDelta = kDelta_, kChannels = kChannels_, kMakes = false;
+  static constexpr bool kDelta = kDelta_, kChannels = kChannels_, kMakes = false, kOutsApart = true;
   static constexpr Part kPart = kPart_;
   using Note = std::conditional_t<kPart == Part::kWhole, ChunkNote, SegmentNote>;
   using Stage = typename PassShared<kKeys, kDelta, kChannels, 4 * kGroups>::Stage;
   static constexpr int kCopyBytes = kGroups * (kKeys / 64 + 2) * kPanelBytes;
   static constexpr int kStages = 3 * sizeof(Stage) + kCopyBytes <= 226 << 10 ? 3 : 2;
 
-  struct Turn {
-    int stage = 0;
-    uint32_t phase = 0;
-
-    __device__ void next() {
-      if (++stage == kStages) stage = 0, phase ^= 1;
-    }
-  };
+  using Turn = RingTurn<kStages>;
 
   Stage stages[kStages];
   alignas(1024) unsigned char state[kGroups][kKeys / 64 * kPanelBytes];  // [values, keys], at the chunk's begin
@@ -36,7 +39,6 @@ struct RingShared {
 
   __device__ uint32_t full(const Turn& turn) { return smem_address(&full_[turn.stage]); }
   __device__ uint32_t empty(const Turn& turn) { return smem_address(&empty_[turn.stage]); }
-  __device__ void wait_for_rows(const Turn&) const {}
   __device__ unsigned char* keys(const Turn& turn) { return stages[turn.stage].k; }
   __device__ unsigned char* last_keys(const Turn& turn) {
     return kChannels ? stages[turn.stage].k_end : stages[turn.stage].k;
@@ -46,11 +48,53 @@ struct RingShared {
   __device__ unsigned char* out(const Turn&, int group) { return o[group]; }
 };
 
+// The masked products of queries are made where outputs are, and have no place. Outputs have one in shared memory where
+// that does not cost a stage, else the queries'.
+template <int kKeys_, bool kDelta_, int kGroups_>
+struct RingShared<kKeys_, kDelta_, false, kGroups_, Part::kWhole, true> {
+  static constexpr int kKeys = kKeys_, kGroups = kGroups_, kPanels = kKeys / 64;
+  static constexpr bool kDelta = kDelta_, kChannels = false, kMakes = true;
+  static constexpr Part kPart = Part::kWhole;
+  using Note = ChunkNote;
+  struct Stage {
+    alignas(1024) unsigned char k[kPanels * kPanelBytes];
+    unsigned char q[kPanels * kPanelBytes];
+    unsigned char t[kDelta ? kPanelBytes : 1024];
+    unsigned char v[kGroups * kPanelBytes];
+    float factors[kFactorRows][kChunk];
+  };
+  static constexpr int kMost = 226 << 10, kCopyBytes = kGroups * (kPanels + 1) * kPanelBytes;
+  static constexpr int kOutBytes = kGroups * kPanelBytes;
+  static constexpr int kStages = 4 * sizeof(Stage) + kCopyBytes <= kMost   ? 4
+                                 : 3 * sizeof(Stage) + kCopyBytes <= kMost ? 3
+                                                                           : 2;
+  static constexpr bool kOutsApart = kPanels < kGroups || kStages * sizeof(Stage) + kCopyBytes + kOutBytes <= kMost;
+
+  using Turn = RingTurn<kStages>;
+
+  Stage stages[kStages];
+  alignas(1024) unsigned char state[kGroups][kPanels * kPanelBytes];
+  unsigned char u[kGroups][kPanelBytes];
+  unsigned char o[kOutsApart ? kGroups : 1][kOutsApart ? kPanelBytes : 16];
+  Note notes[kStages];
+  alignas(8) uint64_t full_[kStages], empty_[kStages];
+
+  __device__ uint32_t full(const Turn& turn) { return smem_address(&full_[turn.stage]); }
+  __device__ uint32_t empty(const Turn& turn) { return smem_address(&empty_[turn.stage]); }
+  __device__ unsigned char* keys(const Turn& turn) { return stages[turn.stage].k; }
+  __device__ unsigned char* last_keys(const Turn& turn) { return stages[turn.stage].k; }
+  __device__ unsigned char* queries(const Turn& turn) { return stages[turn.stage].q; }
+  __device__ unsigned char* updates(const Turn&, int group) { return u[group]; }
+  __device__ unsigned char* out(const Turn& turn, int group) {
+    return kOutsApart ? o[group] : stages[turn.stage].q + group * kPanelBytes;
+  }
+};
+
 // Without outputs: two CTAs an SM. No queries, and no copies of states.
 template <int kKeys_, bool kDelta_, bool kChannels_>
 struct RingShared<kKeys_, kDelta_, kChannels_, 1, Part::kEnds> {
   static constexpr int kKeys = kKeys_, kGroups = 1;
-  static constexpr bool kDelta = kDelta_, kChannels = kChannels_, kMakes = false;
+  static constexpr bool kDelta = kDelta_, kChannels = kChannels_, kMakes = false, kOutsApart = true;
   static constexpr Part kPart = Part::kEnds;
   using Note = SegmentNote;
   using Turn = typename RingShared<kKeys_, kDelta_, kChannels_, 1>::Turn;
@@ -69,7 +113,6 @@ struct RingShared<kKeys_, kDelta_, kChannels_, 1, Part::kEnds> {
 
   __device__ uint32_t full(const Turn& turn) { return smem_address(&full_[turn.stage]); }
   __device__ uint32_t empty(const Turn& turn) { return smem_address(&empty_[turn.stage]); }
-  __device__ void wait_for_rows(const Turn&) const {}
   __device__ unsigned char* keys(const Turn& turn) { return stages[turn.stage].k; }
   __device__ unsigned char* last_keys(const Turn& turn) {
     return kChannels ? stages[turn.stage].k_end : stages[turn.stage].k;
@@ -77,15 +120,16 @@ struct RingShared<kKeys_, kDelta_, kChannels_, 1, Part::kEnds> {
 };
 
 // kGroups: of warpgroups that go from state to state, 64 rows of values each.
-template <int kKeys_, bool kDelta_, bool kChannels_, int kGroups_, Part kPart_ = Part::kWhole>
-class ChunkRing : public ChunkConsumers<RingShared<kKeys_, kDelta_, kChannels_, kGroups_, kPart_>> {
+template <int kKeys_, bool kDelta_, bool kChannels_, int kGroups_, Part kPart_ = Part::kWhole, bool kMakes_ = false>
+class ChunkRing : public ChunkConsumers<RingShared<kKeys_, kDelta_, kChannels_, kGroups_, kPart_, kMakes_>> {
  public:
-  using Base = ChunkConsumers<RingShared<kKeys_, kDelta_, kChannels_, kGroups_, kPart_>>;
+  using Base = ChunkConsumers<RingShared<kKeys_, kDelta_, kChannels_, kGroups_, kPart_, kMakes_>>;
   using Base::kChannels;
   using Base::kDelta;
   using Base::kGroups;
   using Base::kGroupThreads;
   using Base::kKeys;
+  using Base::kMakes;
   using Base::kMeeting;
   using Base::kOutputs;
   using Base::kPart;
@@ -119,10 +163,10 @@ class ChunkRing : public ChunkConsumers<RingShared<kKeys_, kDelta_, kChannels_, 
         run_loads(works, row_blocks);
       }
     } else if (group < kGroups) {
-      registers_increase<kGroups == 1 ? 216 : 176>();
+      registers_increase<kGroups == 1 ? 216 : 168>();
       this->run_states(group);
     } else if (group == kGroups) {
-      if constexpr (kGroups > 1) registers_decrease<104>();
+      if constexpr (kGroups > 1) registers_decrease<120>();
       this->run_outputs();
     } else {
       registers_decrease<kGroups == 1 ? 120 : 56>();
@@ -194,7 +238,8 @@ class ChunkRing : public ChunkConsumers<RingShared<kKeys_, kDelta_, kChannels_, 
     const uint32_t full = this->ring_.full(turn), keys = smem_address(stage.k), values = smem_address(stage.v);
     const int group = note.head / p.heads_per_group;
     constexpr ChunkScratch kLayout{.panels = kKeys / 64, .delta = kDelta, .channels = kChannels};
-    constexpr int kPanels = kKeys / 64, kProducts = ((kDelta ? 1 : 0) + (kOutputs ? 1 : 0)) * kPanelBytes;
+    constexpr bool kCopiesP = kOutputs && !kMakes;
+    constexpr int kPanels = kKeys / 64, kProducts = ((kDelta ? 1 : 0) + (kCopiesP ? 1 : 0)) * kPanelBytes;
     constexpr int kFactors = kFactorRows * kChunk * 4, kCopies = kOutputs ? 3 : 2;
     constexpr int kKeyBytes = kChannels ? kCopies * kPanels * kPanelBytes : 0;
     constexpr int kBoxBytes = ((kChannels ? 0 : (kCopies - 1) * kPanels) + kGroups) * kPanelBytes;
@@ -203,6 +248,7 @@ class ChunkRing : public ChunkConsumers<RingShared<kKeys_, kDelta_, kChannels_, 
     const bool boxes = maps_.there && note.size == kChunk;
     if (threadIdx.x % kGroupThreads == 0) {
       this->ring_.notes[turn.stage] = note;
+      this->ring_.notes[turn.stage].boxes = boxes && !map;
       const unsigned char* scratch = static_cast<const unsigned char*>(this->prefill_.scratch) +
                                      (place * p.num_heads + note.head) * kLayout.bytes();
       const int box_bytes = boxes ? kBoxBytes - (map ? kGroups * kPanelBytes : 0) : 0;
@@ -221,7 +267,7 @@ class ChunkRing : public ChunkConsumers<RingShared<kKeys_, kDelta_, kChannels_, 
       }
       if constexpr (kDelta) {
         copy_bytes(smem_address(stage.t), scratch, kProducts, full);
-      } else if constexpr (kOutputs) {
+      } else if constexpr (kCopiesP) {
         copy_bytes(smem_address(stage.p), scratch, kProducts, full);
       }
       copy_bytes(smem_address(stage.factors), scratch + kLayout.factors_at(), kFactors, full);

@@ -44,6 +44,7 @@ struct ChunkNote {
   int head, first_row;       // of the work
   int start, kept, written;  // slots: read before the chunk, written after it; below 0: none
   bool first;                // of its request's chunks
+  bool boxes = false;        // whether the copy engine brings all of its rows, so that no fence is needed
 };
 
 // The chunks of a CTA's works, one after another: of requests, heads and blocks of kRows rows every gridDim.x-th. By a

@@ -30,6 +30,17 @@ __device__ __forceinline__ void wgmma_rows(float (&d)[kCount], const uint32_t (&
   }
 }
 
+// Numbers to one place in shared memory, four over four.
+template <int kCount>
+__device__ __forceinline__ void store_numbers(const float (&numbers)[kCount], uint32_t to) {
+#pragma unroll
+  for (int i = 0; i < kCount; i += 4) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(numbers[i]), "f"(numbers[i + 1]),
+                 "f"(numbers[i + 2]), "f"(numbers[i + 3])
+                 : "memory");
+  }
+}
+
 // d [64, 64] (+)= a b in 16-bit elements.
 template <typename T, int kBMnMajor>
 __device__ __forceinline__ void wgmma_rows(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulate) {

@@ -118,16 +118,25 @@ void chunks(const LinearPrefill& p) {
     const int groups = p.step.num_heads / p.step.heads_per_group;
     const int parts = ceil_div(p.step.heads_per_group, kLocalHeads);
     using Meet = std::conditional_t<kKeys <= 128, sm90::MeetGroup, MeetCta>;
-    run_grid(places * groups * parts, kLocalThreads,
-             [&] { chunk_local_kernel<kKeys, kDelta, Meet>(p, groups, parts); });
+    const bool makes = kKeys <= 128 && !cuts && std::getenv("ATTNOPS_CUDA_MODEL_RING") != nullptr;
+    run_grid(places * groups * parts, kLocalThreads, [&] {
+      if constexpr (kKeys <= 128) {
+        if (makes) return chunk_local_kernel<kKeys, kDelta, Meet, false>(p, groups, parts);
+      }
+      chunk_local_kernel<kKeys, kDelta, Meet, true>(p, groups, parts);
+    });
   }
   if constexpr (kKeys <= 128) {
     if (cuts) return cut<kKeys, kDelta, kChannels>(p);
     if (std::getenv("ATTNOPS_CUDA_MODEL_RING") != nullptr) {
       if constexpr (!kChannels) {
-        if (turn % 2 == 0) return ring<sm90::ChunkRing<kKeys, kDelta, kChannels, 2>>(p, 1 + turn++ / 2 % 5);
+        constexpr sm90::Part kWhole = sm90::Part::kWhole;
+        const int ctas = 1 + turn++ / 2 % 5;
+        return turn % 2 == 1 ? ring<sm90::ChunkRing<kKeys, kDelta, kChannels, 2, kWhole, true>>(p, ctas)
+                             : ring<sm90::ChunkRing<kKeys, kDelta, kChannels, 1, kWhole, true>>(p, ctas);
+      } else {
+        return ring<sm90::ChunkRing<kKeys, kDelta, kChannels, 1>>(p, 1 + turn++ / 2 % 5);
       }
-      return ring<sm90::ChunkRing<kKeys, kDelta, kChannels, 1>>(p, 1 + turn++ / 2 % 5);
     }
   }
   switch (turn++ % 3) {  // every width in turn: no bit depends on it

@@ -17,6 +17,11 @@ inline void wgmma_commit() {}
 template <int kPending, int... kCounts>
 void wgmma_wait(float (&... arrays)[kCounts]) {}
 
+template <int kCount>
+void store_numbers(const float (&)[kCount], uint32_t) {
+  std::abort();  // what calls it never does
+}
+
 // An element of an operand under the 128-byte swizzle: bits 4 to 6 of its address are those and bits 7 to 9.
 inline float swizzled_element(uint32_t address) {
   return __uint_as_float(uint32_t{shared_half(address ^ (address >> 7 & 7) << 4)} << 16);
