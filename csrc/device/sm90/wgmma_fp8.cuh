@@ -36,6 +36,29 @@ __device__ inline void wgmma_e4m3(float (&d)[32], const uint32_t (&a)[4], uint64
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 }
 
+#define ATTNOPS_D64                                                                                                 \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
+  "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, "  \
+  "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"
+
+// d [64, 128] (+)= a b^T, both in shared memory.
+__device__ inline void wgmma_e4m3(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 " ATTNOPS_D64 ", %64, %65, p, 1, 1;\n}\n"
+      : ATTNOPS_F16(d, 0), ATTNOPS_F16(d, 16), ATTNOPS_F16(d, 32), ATTNOPS_F16(d, 48)
+      : "l"(a), "l"(b), "r"(accumulate));
+}
+
+// d [64, 256] (+)= a b^T, both in shared memory.
+__device__ inline void wgmma_e4m3(float (&d)[128], uint64_t a, uint64_t b, int accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 " ATTNOPS_D128 ", %128, %129, p, 1, 1;\n}\n"
+      : ATTNOPS_F128(d)
+      : "l"(a), "l"(b), "r"(accumulate));
+}
+
 // Two floats as two e4m3, rounded to nearest, the first in the low byte; beyond 448 they saturate.
 __device__ inline uint32_t pack_e4m3(float low, float high) {
   uint16_t pair;

@@ -39,7 +39,7 @@ __device__ void copy_group(const Walk& walk, Shared& shared, int slot, int threa
 
 // A warp for each stage: what a tile takes it is a chain of some 2000 cycles, longer than the memory takes for a tile.
 // Lane l asks for box l of a tile, so it knows the page of that box.
-template <int kHeads>
+template <int kHeads, int kMultiply>
 struct BoxCopier {
   static constexpr int kThreads = 32;  // of a tile
 

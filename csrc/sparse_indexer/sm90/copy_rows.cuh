@@ -5,7 +5,7 @@
 namespace attnops::sparse_indexer::sm90 {
 
 // A warpgroup. Eight lanes bring a row.
-template <int kHeads>
+template <int kHeads, int kMultiply>
 struct RowCopier {
   static constexpr int kThreads = 128;
 

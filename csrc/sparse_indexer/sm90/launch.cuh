@@ -4,6 +4,8 @@
 #include "device/common/vec.h"
 #include "device/sm90/tensor_map.h"
 #include "sparse_indexer/sm90/logits.cuh"
+#include "sparse_indexer/sm90/wide.cuh"
+#include <cstdlib>
 
 namespace attnops::sparse_indexer::sm90 {
 
@@ -47,10 +49,18 @@ Maps make_maps(const LogitsParams& p, const Memory& memory) {
   return {make_tensor_map(p.ragged ? ragged : paged), encode_tensor_map(kBytes, p.q, 3, extents, strides, box)};
 }
 
-template <int kHeads, bool kAhead, template <int> class Copier>
+template <int kHeads, bool kAhead, template <int, int> class Copier>
 void launch_kernel(const LogitsParams& p, const Memory& memory, const Maps& maps, cudaStream_t stream) {
   const int bytes = memory.stages * (kKeyBytes + memory.blocks * kBlockBytes);
   launch_dependent<&index_logits_kernel<kHeads, kAhead, Copier>>(
+      "index_logits", {device_sms("index_logits"), kThreads, bytes, kMostBytes}, stream, p, memory, maps);
+}
+
+template <int kHeads, int kColumns, int kMode>
+void launch_wide(const LogitsParams& p, const Memory& memory, const Maps& maps, cudaStream_t stream) {
+  const int bytes = memory.stages * (kKeyBytes + memory.blocks * kBlockBytes);
+  constexpr int kThreads = WideMultiplier<kHeads, kColumns, kMode>::kMultiply + kCopy;
+  launch_dependent<&wide_logits_kernel<kHeads, kColumns, kMode>>(
       "index_logits", {device_sms("index_logits"), kThreads, bytes, kMostBytes}, stream, p, memory, maps);
 }
 
@@ -80,6 +90,25 @@ void launch_heads(const LogitsParams& p, cudaStream_t stream) {
   while (1 << memory.box_shift < memory.box_rows) ++memory.box_shift;
   if (memory.box_rows > 0) {
     const Maps maps = make_maps<kHeads>(p, memory);
+    if constexpr (kHeads >= 32) {
+      const char* v = std::getenv("LOGITS_V");
+      if (v != nullptr && p.ragged && memory.blocks == kMaxBlocks) {
+        switch (std::atoi(v)) {
+#define WIDE(n, ...) case n: return launch_wide<kHeads, __VA_ARGS__>(p, memory, maps, stream)
+          WIDE(1, 256, kPlain);
+          WIDE(2, 256, kTurns);
+          WIDE(3, 256, kHalves);
+          WIDE(4, 128, kPlain);
+          WIDE(5, 256, kNoSums);
+          WIDE(6, 128, kNoSums);
+          WIDE(7, 256, kTurnsEarly);
+          WIDE(8, 128, kTurns);
+          WIDE(9, 256, kNoProducts);
+          WIDE(10, 128, kNoProducts);
+          default: break;
+        }
+      }
+    }
     memory.blocks > 1 ? launch_kernel<kHeads, true, BoxCopier>(p, memory, maps, stream)
                       : launch_kernel<kHeads, false, BoxCopier>(p, memory, maps, stream);
     return;

@@ -60,7 +60,8 @@ struct Groups {
 };
 
 // Every CTA gets the same number of tiles, one after the other. To be called by all threads.
-__device__ inline void find_share(const Groups& groups, Shared& shared) {
+template <int kThreads>
+__device__ void find_share(const Groups& groups, Shared& shared) {
   const int count = groups.memory.groups, each = ceil_div(count, kThreads);
   const int begin = min_of<int64_t>(int64_t{each} * static_cast<int>(threadIdx.x), count);
   const int end = min_of<int64_t>(int64_t{begin} + each, count);

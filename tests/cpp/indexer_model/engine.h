@@ -14,7 +14,8 @@ inline void turn_(Bar& b) { if (b.pending == 0 && b.tx == 0) { ++b.phase; b.pend
 struct Job { std::function<void()> run; };
 inline std::deque<Job> engine;          // copies in flight
 inline std::vector<std::vector<std::function<void()>>> own_copies;  // of a thread
-inline void new_cta() { bars.clear(); engine.clear(); own_copies.assign(1024, {}); for (auto& b : g_arena) b = 0x7f; }
+inline void clear_named();
+inline void new_cta() { clear_named(); bars.clear(); engine.clear(); own_copies.assign(1024, {}); for (auto& b : g_arena) b = 0x7f; }
 inline void finish_cta() { for (auto& [a, b] : bars) if (b.tx != 0) { printf("bytes expected and not there\n"); abort(); } if (!engine.empty()) { printf("copies left\n"); } }
 inline void arrive_bar(uint32_t a, int n = 1) { auto& b = bars.at(a); b.pending -= n; if (b.pending < 0) { printf("too many arrivals\n"); abort(); } turn_(b); }
 inline void model_expect(uint32_t a, int bytes) { bars.at(a).tx += bytes; }
@@ -82,5 +83,21 @@ inline void wgmma_e4m3(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int a
     float& x = d[4 * j + e]; float& y = d[4 * j + 2 + e]; x = (accumulate ? x : 0) + s0; y = (accumulate ? y : 0) + s1;
   }
 }
+// Both factors in shared memory: 2 * kCount columns.
+template <int kCount> void wgmma_e4m3(float (&d)[kCount], uint64_t a, uint64_t b, int accumulate) {
+  const auto byte = [](uint64_t from, int row, int k) { uint32_t at = uint32_t(from << 4) + row / 8 * 1024 + row % 8 * 128 + k; return e4m3(arena()[at ^ (at >> 7 & 7) << 4]); };
+  const int first = M.current / 32 % 4 * 16 + lane_() / 4;
+  for (int i = 0; i < kCount; ++i) {
+    const int row = first + i / 2 % 2 * 8, column = i / 4 * 8 + lane_() % 4 * 2 + i % 2; float sum = 0;
+    for (int k = 0; k < 32; ++k) sum += byte(a, row, k) * byte(b, column, k);
+    d[i] = (accumulate ? d[i] : 0) + sum;
+  }
+}
+struct NamedBarrier { int arrived = 0; uint64_t generation = 0; };
+inline NamedBarrier named[16];
+
+inline uint64_t named_barrier_arrive(int id, int threads) { auto& b = named[id]; const uint64_t own = b.generation; if (++b.arrived == threads) { b.arrived = 0; ++b.generation; } return own; }
+inline void named_barrier_sync(int id, int threads) { const uint64_t own = named_barrier_arrive(id, threads); while (named[id].generation == own) yield_(); }
 }  // namespace sm90
 }  // namespace attnops
+inline void clear_named() { for (auto& b : attnops::sm90::named) b = {}; }
