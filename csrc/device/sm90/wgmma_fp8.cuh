@@ -50,6 +50,14 @@ __device__ inline void wgmma_e4m3(float (&d)[64], uint64_t a, uint64_t b, int ac
       : "l"(a), "l"(b), "r"(accumulate));
 }
 
+__device__ inline void wgmma_e4m3(float (&d)[96], uint64_t a, uint64_t b, int accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %98, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n192k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95}, %96, %97, p, 1, 1;\n}\n"
+      : ATTNOPS_F16(d, 0), ATTNOPS_F16(d, 16), ATTNOPS_F16(d, 32), ATTNOPS_F16(d, 48), ATTNOPS_F16(d, 64), ATTNOPS_F16(d, 80)
+      : "l"(a), "l"(b), "r"(accumulate));
+}
+
 // d [64, 256] (+)= a b^T, both in shared memory.
 __device__ inline void wgmma_e4m3(float (&d)[128], uint64_t a, uint64_t b, int accumulate) {
   asm volatile(

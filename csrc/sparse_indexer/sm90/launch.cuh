@@ -61,7 +61,7 @@ void launch_wide(const LogitsParams& p, const Memory& memory, const Maps& maps, 
   const int bytes = memory.stages * (kKeyBytes + memory.blocks * kBlockBytes);
   constexpr int kThreads = WideMultiplier<kHeads, kColumns, kMode>::kMultiply + kCopy;
   launch_dependent<&wide_logits_kernel<kHeads, kColumns, kMode>>(
-      "index_logits", {device_sms("index_logits"), kThreads, bytes, kMostBytes}, stream, p, memory, maps);
+      "index_logits", {device_sms("index_logits"), kThreads, bytes, 2 * (kKeyBytes + 9 * kBlockBytes)}, stream, p, memory, maps);
 }
 
 // Of a group: as many as there is room for, but prompts of few rows and keys leave no multiprocessor idle for it.
@@ -93,6 +93,10 @@ void launch_heads(const LogitsParams& p, cudaStream_t stream) {
     if constexpr (kHeads >= 32) {
       const char* v = std::getenv("LOGITS_V");
       if (v != nullptr && p.ragged && memory.blocks == kMaxBlocks) {
+        if (std::atoi(v) >= 14) {
+          memory.blocks = 9, memory.stages = 2, memory.tokens = 9 * kTokens;
+          memory.groups = memory.groups_together = ceil_div(memory.rows_together, memory.tokens);
+        }
         switch (std::atoi(v)) {
 #define WIDE(n, ...) case n: return launch_wide<kHeads, __VA_ARGS__>(p, memory, maps, stream)
           WIDE(1, 256, kPlain);
@@ -105,6 +109,11 @@ void launch_heads(const LogitsParams& p, cudaStream_t stream) {
           WIDE(8, 128, kTurns);
           WIDE(9, 256, kNoProducts);
           WIDE(10, 128, kNoProducts);
+          WIDE(11, 256, kLate);
+          WIDE(12, 256, kLateTurns);
+          WIDE(14, 192, kPlain);
+          WIDE(15, 192, kLate);
+          WIDE(16, 192, kTurns);
           default: break;
         }
       }

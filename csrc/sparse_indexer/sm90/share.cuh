@@ -29,7 +29,7 @@ struct Seen {
 struct Shared {
   Tile tiles[kMaxStages];
   alignas(16) float scales[kMaxStages][kTileKeys];
-  float weights[kMaxStages][kMaxBlocks * kBlockColumns];
+  float weights[kMaxStages][9 * kBlockColumns];
   Seen seen[kMaxStages][kMaxTokens];
   uint64_t full[kMaxStages], empty[kMaxStages];
   int first_group;  // of this CTA

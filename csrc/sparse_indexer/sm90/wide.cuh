@@ -5,20 +5,22 @@
 // keys of a tile pass it 64 at a time. So a product has many columns.
 namespace attnops::sparse_indexer::sm90 {
 
-enum : int { kPlain, kTurns, kHalves, kNoSums, kTurnsEarly, kNoProducts };
+enum : int { kPlain, kTurns, kHalves, kNoSums, kTurnsEarly, kNoProducts, kLate, kLateTurns };
 
 template <int kHeads, int kColumns, int kMode>
 class WideMultiplier {
-  static constexpr int kGroups = kMaxBlocks * kBlockColumns / kColumns;  // warpgroups
+  static constexpr int kBlocks = kColumns == 192 ? 9 : 8;
+  static constexpr int kGroups = kBlocks * kBlockColumns / kColumns;  // warpgroups
   static constexpr int kTokens = kColumns / kHeads;
   static constexpr int kPartTokens = kMode == kHalves ? kTokens / 2 : kTokens;
-  static constexpr int kUnit = kPartTokens < 4 ? 2 : 4;  // tokens that lanes of a quad divide
-  static constexpr int kUnits = kTokens / kUnit;
+  static constexpr int kUnit = kPartTokens == 2 || kPartTokens == 6 ? 2 : 4;  // tokens that lanes of a quad divide
+  static constexpr int kUnits = (kTokens + kUnit - 1) / kUnit;
   static constexpr int kTurnBarrier = 1;
+  static constexpr bool kIsLate = kMode == kLate || kMode == kLateTurns, kTakesTurns = kMode == kTurns || kMode == kLateTurns;
 
  public:
   static constexpr int kMultiply = kGroups * 128;
-  static constexpr int kRegisters = kGroups == 2 ? 232 : 112, kCopierRegisters = kGroups == 2 ? 40 : 32;
+  static constexpr int kRegisters = kGroups == 2 ? 232 : kGroups == 3 ? 160 : 112, kCopierRegisters = kGroups == 2 ? 40 : 32;
 
   __device__ WideMultiplier(const LogitsParams& p, const Memory& memory, const Shared& shared, uint32_t keys,
                             uint32_t queries)
@@ -31,7 +33,7 @@ class WideMultiplier {
     row_ = warp * 16 + lane / 4;
     int stage = 0, slot = -1;
     uint32_t phase = 0;
-    if constexpr (kMode == kTurns || kMode == kTurnsEarly) {
+    if constexpr (kTakesTurns || kMode == kTurnsEarly) {
       if (group_ == kGroups - 1) named_barrier_arrive(kTurnBarrier, 256);
     }
 #pragma unroll 1
@@ -40,20 +42,28 @@ class WideMultiplier {
       const Tile tile = shared_.tiles[stage];
       if (const int now = __shfl_sync(~0u, tile.slot, 0); now != slot) {
         slot = now;
+        if constexpr (kIsLate) finish_late();
         read_tokens(slot, tile.num_rows);
       }
       const uint32_t empty = smem_address(&shared_.empty[stage]);
       multiply(uniform_operand(keys_ + stage * kKeyBytes),
-               uniform_operand(queries_ + (slot * kMaxBlocks + group_ * (kColumns / kBlockColumns)) * kBlockBytes),
+               uniform_operand(queries_ + (slot * kBlocks + group_ * (kColumns / kBlockColumns)) * kBlockBytes),
                shared_.scales[stage] + row_, tile.first_key + row_, empty);
       if (++stage == memory_.stages) {
         stage = 0;
         phase ^= 1;
       }
     }
+    if constexpr (kIsLate) finish_late();
   }
 
  private:
+  __device__ void finish_late() {
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) finish(late_[u], seen_[u], late_near_, late_far_, late_key_);
+    late_key_ = -1024;
+  }
+
   __device__ void read_tokens(int slot, int num_rows) {
     const float2* weights = reinterpret_cast<const float2*>(shared_.weights[slot] + group_ * kColumns) + pair_;
 #pragma unroll
@@ -65,7 +75,7 @@ class WideMultiplier {
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
       const int token = group_ * kTokens + u * kUnit + pair_ % kUnit;
-      seen_[u] = token < num_rows ? shared_.seen[slot][token] : Seen{0, 0, 0};
+      seen_[u] = token < num_rows && u * kUnit + pair_ % kUnit < kTokens ? shared_.seen[slot][token] : Seen{0, 0, 0};
     }
   }
 
@@ -97,19 +107,21 @@ class WideMultiplier {
 #pragma unroll 1
       for (int part = 0; part < kParts; ++part) {
         float d[kColumns / 2];
-        if constexpr (kMode == kTurns || kMode == kTurnsEarly) {
+        if constexpr (kTakesTurns || kMode == kTurnsEarly) {
           named_barrier_sync(kTurnBarrier + group_, 256);
         }
         start(d, a, b);
+        if constexpr (kIsLate) finish_late();
         const float near = scales[part * 64], far = scales[part * 64 + 8];
         if constexpr (kMode == kTurnsEarly) named_barrier_arrive(kTurnBarrier + (group_ + 1) % kGroups, 256);
-        if constexpr (kMode == kTurns) {
+        if constexpr (kTakesTurns) {
           wgmma_wait<1>(d);
           named_barrier_arrive(kTurnBarrier + (group_ + 1) % kGroups, 256);
         }
         wgmma_wait<0>(d);
         if (part == kParts - 1) mbarrier_arrive(empty);
         add_up<0>(d, near, far, key);
+        late_near_ = near, late_far_ = far, late_key_ = key;
         a += kBlockBytes >> 4;
         key += 64;
       }
@@ -125,15 +137,15 @@ class WideMultiplier {
     for (int step = 0; step < 4; ++step) {  // of 32; chunks behind dim are zeros
       wgmma_e4m3(d, group_descriptor<1024>(a + step * kStepKMajor), group_descriptor<1024>(b + step * kStepKMajor),
                  step != 0);
-      if (kMode == kTurns && step == 2) wgmma_commit();
+      if (kTakesTurns && step == 2) wgmma_commit();
     }
     wgmma_commit();
   }
 
   // Half kHalf of the warpgroup's columns, or all.
   template <int kHalf, int kCount>
-  __device__ void add_up(const float (&d)[kCount], float near, float far, int key) const {
-    constexpr int kHere = kCount * kUnits * 2 / kColumns;
+  __device__ void add_up(const float (&d)[kCount], float near, float far, int key) {
+    constexpr int kHere = kMode == kHalves ? kUnits / 2 : kUnits;
     static_assert(kHere > 0);
 #pragma unroll
     for (int i = 0; i < kHere; ++i) {
@@ -148,6 +160,7 @@ class WideMultiplier {
           for (int e = 0; e < 2; ++e) {
 #pragma unroll
             for (int t = 0; t < kUnit; ++t) {
+              if (u * kUnit + t >= kTokens) continue;
               const int at = (i * kUnit + t) * (kHeads / 8) + j;
               const float w = weights_[2 * (at + kHalf * kCount / 4) + e];
 #pragma unroll
@@ -156,7 +169,12 @@ class WideMultiplier {
           }
         }
       }
-      finish(sums, seen_[u], near, far, key);
+      if constexpr (kIsLate) {
+#pragma unroll
+        for (int t = 0; t < kUnit; ++t) late_[u][t][0] = sums[t][0], late_[u][t][1] = sums[t][1];
+      } else {
+        finish(sums, seen_[u], near, far, key);
+      }
     }
   }
 
@@ -204,7 +222,9 @@ class WideMultiplier {
   uint32_t keys_, queries_;  // shared-memory addresses
   int group_, pair_, row_;
   float weights_[kColumns / 4];
-  Seen seen_[kUnits];
+  Seen seen_[kUnits] = {};
+  float late_[kUnits][kUnit][2] = {}, late_near_ = 0, late_far_ = 0;
+  int late_key_ = -1024;
 };
 
 template <int kHeads, int kColumns, int kMode>

@@ -4,7 +4,7 @@
 #include <map>
 #include <deque>
 #include <string>
-constexpr int kArenaDynamic = 196608 + 0; constexpr int kArena = kArenaDynamic + 20480;
+constexpr int kArenaDynamic = 212992; constexpr int kArena = kArenaDynamic + 20480;
 inline int g_sms = 3;
 alignas(1024) inline unsigned char g_arena[kArena];
 inline unsigned char* arena() { return g_arena; }
