@@ -5,7 +5,7 @@
 namespace attnops::sparse_indexer::sm90 {
 
 // A warpgroup. Eight lanes bring a row.
-template <int kHeads, int kMultiply>
+template <int kHeads>
 struct RowCopier {
   static constexpr int kThreads = 128;
 

@@ -4,7 +4,7 @@
 #include "device/common/vec.h"
 #include "device/sm90/tensor_map.h"
 #include "sparse_indexer/sm90/logits.cuh"
-#include "sparse_indexer/sm90/wide.cuh"
+#include "sparse_indexer/sm90/prompt_logits.cuh"
 #include <cstdlib>
 
 namespace attnops::sparse_indexer::sm90 {
@@ -40,7 +40,7 @@ Maps make_maps(const LogitsParams& p, const Memory& memory) {
                                extent(map_stride(p.num_rows, p.stride_token))};
   const uint32_t box[3] = {128, kHeads, kBlockColumns / kHeads};
   const uint64_t stride_k = extent(map_stride(p.num_keys, p.stride_k));
-  const MapGeometry ragged{kBytes, p.k, {dim, extent(p.num_keys), 1}, {stride_k, stride_k}, 64};
+  const MapGeometry ragged{kBytes, p.k, {dim, extent(p.num_keys), 1}, {stride_k, stride_k}, static_cast<uint32_t>(memory.box_rows)};
   const MapGeometry paged{kBytes,
                           p.pages.data,
                           {dim, extent(p.pages.page_size), extent(p.pages.num_pages)},
@@ -49,19 +49,26 @@ Maps make_maps(const LogitsParams& p, const Memory& memory) {
   return {make_tensor_map(p.ragged ? ragged : paged), encode_tensor_map(kBytes, p.q, 3, extents, strides, box)};
 }
 
-template <int kHeads, bool kAhead, template <int, int> class Copier>
+template <int kHeads, bool kAhead, template <int> class Copier>
 void launch_kernel(const LogitsParams& p, const Memory& memory, const Maps& maps, cudaStream_t stream) {
   const int bytes = memory.stages * (kKeyBytes + memory.blocks * kBlockBytes);
   launch_dependent<&index_logits_kernel<kHeads, kAhead, Copier>>(
       "index_logits", {device_sms("index_logits"), kThreads, bytes, kMostBytes}, stream, p, memory, maps);
 }
 
-template <int kHeads, int kColumns, int kMode>
-void launch_wide(const LogitsParams& p, const Memory& memory, const Maps& maps, cudaStream_t stream) {
-  const int bytes = memory.stages * (kKeyBytes + memory.blocks * kBlockBytes);
-  constexpr int kThreads = WideMultiplier<kHeads, kColumns, kMode>::kMultiply + kCopy;
-  launch_dependent<&wide_logits_kernel<kHeads, kColumns, kMode>>(
-      "index_logits", {device_sms("index_logits"), kThreads, bytes, 2 * (kKeyBytes + 9 * kBlockBytes)}, stream, p, memory, maps);
+template <int kHeads, int kWarpgroups, int kSplits, int kRelu>
+void launch_prompt(const LogitsParams& p, Memory memory, cudaStream_t stream) {
+  memory.tile_shift = 7;
+  memory.box_rows = p.ragged ? kPromptKeys : min_of(memory.box_rows, kPromptKeys);
+  memory.box_shift = 0;
+  while (1 << memory.box_shift < memory.box_rows) ++memory.box_shift;
+  const Maps maps = make_maps<kHeads>(p, memory);
+  const auto launch = [&]<typename Out>(Out) {
+    launch_dependent<&prompt_logits_kernel<kHeads, kWarpgroups, kSplits, kRelu, Out>>(
+        "index_logits", {device_sms("index_logits"), kWarpgroups * 128 + 128, kPromptBytes, kPromptBytes}, stream, p,
+        memory, maps);
+  };
+  p.bf16 ? launch(__nv_bfloat16{}) : launch(float{});
 }
 
 // Of a group: as many as there is room for, but prompts of few rows and keys leave no multiprocessor idle for it.
@@ -88,36 +95,26 @@ void launch_heads(const LogitsParams& p, cudaStream_t stream) {
   memory.groups = static_cast<int>(p.num_rows / together) * memory.groups_together;
   memory.box_rows = box_rows_of(p);
   while (1 << memory.box_shift < memory.box_rows) ++memory.box_shift;
+  memory.tile_shift = 8;
   if (memory.box_rows > 0) {
-    const Maps maps = make_maps<kHeads>(p, memory);
     if constexpr (kHeads >= 32) {
       const char* v = std::getenv("LOGITS_V");
-      if (v != nullptr && p.ragged && memory.blocks == kMaxBlocks) {
-        if (std::atoi(v) >= 14) {
-          memory.blocks = 9, memory.stages = 2, memory.tokens = 9 * kTokens;
-          memory.groups = memory.groups_together = ceil_div(memory.rows_together, memory.tokens);
-        }
+      if (v != nullptr && memory.blocks == kMaxBlocks && (!p.ragged || rows_aligned(p.k_scale, 4, 16))) {
         switch (std::atoi(v)) {
-#define WIDE(n, ...) case n: return launch_wide<kHeads, __VA_ARGS__>(p, memory, maps, stream)
-          WIDE(1, 256, kPlain);
-          WIDE(2, 256, kTurns);
-          WIDE(3, 256, kHalves);
-          WIDE(4, 128, kPlain);
-          WIDE(5, 256, kNoSums);
-          WIDE(6, 128, kNoSums);
-          WIDE(7, 256, kTurnsEarly);
-          WIDE(8, 128, kTurns);
-          WIDE(9, 256, kNoProducts);
-          WIDE(10, 128, kNoProducts);
-          WIDE(11, 256, kLate);
-          WIDE(12, 256, kLateTurns);
-          WIDE(14, 192, kPlain);
-          WIDE(15, 192, kLate);
-          WIDE(16, 192, kTurns);
+#define PROMPT(n, ...) case n: return launch_prompt<kHeads, __VA_ARGS__>(p, memory, stream)
+          PROMPT(1, 2, 2, 0);
+          PROMPT(2, 4, 1, 0);
+          PROMPT(3, 2, 1, 0);
+          PROMPT(4, 2, 2, 1);
+          PROMPT(5, 4, 1, 1);
+          PROMPT(6, 2, 2, 2);
+          PROMPT(7, 4, 1, 2);
+          PROMPT(8, 2, 1, 2);
           default: break;
         }
       }
     }
+    const Maps maps = make_maps<kHeads>(p, memory);
     memory.blocks > 1 ? launch_kernel<kHeads, true, BoxCopier>(p, memory, maps, stream)
                       : launch_kernel<kHeads, false, BoxCopier>(p, memory, maps, stream);
     return;

@@ -156,11 +156,11 @@ class Multiplier {
 inline constexpr int kCopierRegisters = 32, kMultiplierRegisters = 112;
 
 // Grid: as many CTAs as there are multiprocessors.
-template <int kHeads, bool kAhead, template <int, int> class Copier>
+template <int kHeads, bool kAhead, template <int> class Copier>
 __global__ void __launch_bounds__(kThreads, 1)
     index_logits_kernel(const __grid_constant__ LogitsParams p, const __grid_constant__ Memory memory,
                         const __grid_constant__ Maps maps) {
-  constexpr int kCopying = Copier<kHeads, kMultiply>::kThreads;
+  constexpr int kCopying = Copier<kHeads>::kThreads;
   constexpr bool kGathered = kCopying > 32;
   extern __shared__ __align__(1024) uint8_t dynamic[];
   __shared__ Shared shared;
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   if (threadIdx.x >= kMultiply) {
     if constexpr (kAhead) registers_decrease<kCopierRegisters>();
-    Copier<kHeads, kMultiply>{p, memory, maps, shared, keys, queries}.run(groups);
+    Copier<kHeads>{p, memory, maps, shared, keys, queries}.run(groups);
   } else {
     if constexpr (kAhead) registers_increase<kMultiplierRegisters>();
     Multiplier<kHeads, kAhead>(p, memory, shared, keys, queries).template run<kGathered>();

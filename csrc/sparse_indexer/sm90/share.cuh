@@ -29,7 +29,7 @@ struct Seen {
 struct Shared {
   Tile tiles[kMaxStages];
   alignas(16) float scales[kMaxStages][kTileKeys];
-  float weights[kMaxStages][9 * kBlockColumns];
+  float weights[kMaxStages][kMaxBlocks * kBlockColumns];
   Seen seen[kMaxStages][kMaxTokens];
   uint64_t full[kMaxStages], empty[kMaxStages];
   int first_group;  // of this CTA
@@ -43,7 +43,7 @@ struct Groups {
 
   __device__ int first_in_request(int group) const { return group % memory.groups_together * memory.tokens; }
   __device__ int first_of_request(int group) const { return group / memory.groups_together * memory.rows_together; }
-  // The keys that some token of the group sees.
+  // The keys that some token of the group sees, and up to three in front of them: scales are copied four at a time.
   __device__ KeyRange keys(int group) const {
     KeyRange all{INT64_MAX, 0, 0};
     const int in_request = first_in_request(group), first = first_of_request(group) + in_request;
@@ -51,16 +51,17 @@ struct Groups {
       const KeyRange one = keys_of(p, first + i);
       if (one.end > one.begin) all = {min_of(all.begin, one.begin), max_of(all.end, one.end), 0};
     }
+    all.begin &= ~int64_t{3};
     return all;
   }
   __device__ int64_t tiles(int group) const {
     const KeyRange range = keys(group);
-    return range.end <= range.begin ? 0 : ceil_div<int64_t>(range.end - range.begin, kTileKeys);
+    return range.end <= range.begin ? 0 : (range.end - range.begin + memory.tile_keys() - 1) >> memory.tile_shift;
   }
 };
 
 // Every CTA gets the same number of tiles, one after the other. To be called by all threads.
-template <int kThreads>
+template <int kThreads, class Shared>
 __device__ void find_share(const Groups& groups, Shared& shared) {
   const int count = groups.memory.groups, each = ceil_div(count, kThreads);
   const int begin = min_of<int64_t>(int64_t{each} * static_cast<int>(threadIdx.x), count);
@@ -95,16 +96,17 @@ struct Walk {
   __device__ int64_t first_row() const { return int64_t{request} * memory.rows_together + in_request; }
   __device__ int num_rows() const { return min_of(memory.rows_together - in_request, memory.tokens); }
 
+  template <class Shared>
   __device__ void start(const Groups& groups, const Shared& shared) {
     request = shared.first_group / memory.groups_together;
     in_request = groups.first_in_request(shared.first_group);
     read_group();
-    first_key = begin + shared.first_tile * kTileKeys;
+    first_key = begin + shared.first_tile * memory.tile_keys();
   }
 
   // The next tile, which there must be.
   __device__ void advance() {
-    first_key += kTileKeys;
+    first_key += memory.tile_keys();
     is_new = false;
     while (first_key >= end) {
       in_request += memory.tokens;
@@ -144,6 +146,7 @@ struct Walk {
         end = max_of(end, __shfl_xor_sync(~0u, end, step));
       }
     }
+    begin &= ~int64_t{3};
     first_key = begin;
   }
 };

@@ -14,14 +14,17 @@ inline void turn_(Bar& b) { if (b.pending == 0 && b.tx == 0) { ++b.phase; b.pend
 struct Job { std::function<void()> run; };
 inline std::deque<Job> engine;          // copies in flight
 inline std::vector<std::vector<std::function<void()>>> own_copies;  // of a thread
-inline void clear_named();
-inline void new_cta() { clear_named(); bars.clear(); engine.clear(); own_copies.assign(1024, {}); for (auto& b : g_arena) b = 0x7f; }
+inline void new_cta() { bars.clear(); engine.clear(); own_copies.assign(1024, {}); for (auto& b : g_arena) b = 0x7f; }
 inline void finish_cta() { for (auto& [a, b] : bars) if (b.tx != 0) { printf("bytes expected and not there\n"); abort(); } if (!engine.empty()) { printf("copies left\n"); } }
 inline void arrive_bar(uint32_t a, int n = 1) { auto& b = bars.at(a); b.pending -= n; if (b.pending < 0) { printf("too many arrivals\n"); abort(); } turn_(b); }
 inline void model_expect(uint32_t a, int bytes) { bars.at(a).tx += bytes; }
 inline void model_cp(uint32_t to, const void* from, int bytes, bool valid) {
   if (to % bytes || (valid && (uintptr_t)from % bytes)) { printf("unaligned\n"); abort(); }
   own_copies[M.current].push_back([=] { if (valid) memcpy(arena() + to, from, bytes); else memset(arena() + to, 0, bytes); });
+}
+inline void model_part(uint32_t to, const void* from, int bytes) {
+  if (to % 16 || (uintptr_t)from % 16 || bytes < 0 || bytes > 16) { printf("unaligned\n"); abort(); }
+  own_copies[M.current].push_back([=] { memset(arena() + to, 0, 16); memcpy(arena() + to, from, bytes); });
 }
 inline void run_engine() { for (size_t i = 0; i < engine.size();) { if (rand() % 3 == 0) { auto j = engine[i].run; engine.erase(engine.begin() + i); j(); } else ++i; } }
 inline float __int2_dummy() { return 0; }
@@ -31,6 +34,7 @@ inline uint32_t smem_address(const void* p) { auto d = (const unsigned char*)p -
 inline void mbarrier_init(uint32_t a, int n) { bars[a] = {n, n, 0, 0}; }
 inline void mbarrier_init_fence() {}
 inline void mbarrier_arrive(uint32_t a) { arrive_bar(a); }
+inline void mbarrier_arrive_if(uint32_t a, bool yes) { if (yes) arrive_bar(a); }
 inline void mbarrier_wait(uint32_t a, uint32_t parity) { while ((bars.at(a).phase & 1) != (parity ^ 1)) yield_(); if (rand() % 4 == 0) yield_(); }
 inline void fence_async_proxy() {}
 template <int k> void registers_increase() {} template <int k> void registers_decrease() {}
@@ -93,11 +97,5 @@ template <int kCount> void wgmma_e4m3(float (&d)[kCount], uint64_t a, uint64_t b
     d[i] = (accumulate ? d[i] : 0) + sum;
   }
 }
-struct NamedBarrier { int arrived = 0; uint64_t generation = 0; };
-inline NamedBarrier named[16];
-
-inline uint64_t named_barrier_arrive(int id, int threads) { auto& b = named[id]; const uint64_t own = b.generation; if (++b.arrived == threads) { b.arrived = 0; ++b.generation; } return own; }
-inline void named_barrier_sync(int id, int threads) { const uint64_t own = named_barrier_arrive(id, threads); while (named[id].generation == own) yield_(); }
 }  // namespace sm90
 }  // namespace attnops
-inline void clear_named() { for (auto& b : attnops::sm90::named) b = {}; }

@@ -1,0 +1,302 @@
+#pragma once
+#include "sparse_indexer/sm90/logits.cuh"
+#include "sparse_indexer/sm90/prompt_copy.cuh"
+
+// Logits of prompts: each warpgroup keeps some tokens of a group, their weights in registers, and all keys of the group
+// pass it, 64 at a time.
+namespace attnops::sparse_indexer::sm90 {
+
+// kSplits: products of a warpgroup for the same keys; with two, one runs under the sums of the other.
+template <int kHeads, int kWarpgroups, int kSplits, int kRelu, typename Out>
+class PromptMultiplier {
+  static constexpr int kColumns = kPromptColumns / kWarpgroups / kSplits;  // of a product
+  static constexpr int kTokens = kColumns / kHeads;
+  static constexpr int kUnit = kTokens < 4 ? 2 : 4;  // tokens that lanes of a quad divide
+  static constexpr int kUnits = kTokens / kUnit;
+
+ public:
+  static constexpr int kThreads = kWarpgroups * 128;
+  static constexpr int kRegisters = kWarpgroups == 2 ? 232 : 112, kCopierRegisters = kWarpgroups == 2 ? 40 : 32;
+
+  __device__ PromptMultiplier(const LogitsParams& p, PromptShared& shared, uint32_t keys, uint32_t queries)
+      : p_(p), shared_(shared), keys_(keys), queries_(queries) {}
+
+  __device__ void run() {
+    if (shared_.num_tiles == 0) return;
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    group_ = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    pair_ = lane % 4;
+    row_ = warp * 16 + lane / 4;
+    read_tile();
+    slot_ = tile_slot_;
+    wait_for_tokens();
+    read_tokens();
+    if constexpr (kSplits == 1) {
+      run_alone();
+    } else {
+      run_ahead();
+    }
+  }
+
+ private:
+  __device__ void run_alone() {
+#pragma unroll 1
+    for (;;) {
+      const uint32_t b = own_queries(slot_);
+      uint32_t a = uniform_operand(keys_ + stage_ * kPromptKeyBytes);
+      const float* scales = own_scales();
+      int key = first_key_;
+#pragma unroll 1
+      for (int left = parts_;; --left) {
+        float d[kColumns / 2];
+        start(d, a, b);
+        const float near = scales[0], far = scales[8];
+        wgmma_wait<0>(d);
+        if (left == 1) mbarrier_arrive(smem_address(&shared_.empty[stage_]));
+        add_up<0>(d, near, far, key);
+        if (left == 1) break;
+        a += kBlockBytes >> 4;
+        scales += 64;
+        key += 64;
+      }
+      if (last_) return;
+      next_stage();
+      read_tile();
+      if (tile_slot_ != slot_) {
+        mbarrier_arrive(smem_address(&shared_.queries_empty[slot_]));
+        slot_ = tile_slot_;
+        wait_for_tokens();
+        read_tokens();
+      }
+    }
+  }
+
+  __device__ void run_ahead() {
+    constexpr uint32_t kSecond = kColumns * 128 >> 4;
+    float low[kColumns / 2], high[kColumns / 2];
+    uint32_t b = own_queries(slot_);
+    uint32_t a = uniform_operand(keys_ + stage_ * kPromptKeyBytes);
+    const float* scales = own_scales();
+    int key = first_key_, left = parts_;
+    start(low, a, b);
+#pragma unroll 1
+    for (;;) {
+      if (left == 0) {
+        wgmma_wait<0>(low);
+        break;
+      }
+      start(high, a, b + kSecond);
+      const float near = scales[0], far = scales[8];
+      wgmma_wait<1>(low);
+      add_up<0>(low, near, far, key);
+      if (left == 1 && last_) {
+        wgmma_wait<0>(high);
+        add_up<1>(high, near, far, key);
+        break;
+      }
+      const int now = key;
+      uint32_t done = 0;
+      if (--left > 0) {
+        a += kBlockBytes >> 4;
+        scales += 64;
+        key += 64;
+      } else {
+        done = smem_address(&shared_.empty[stage_]);
+        next_stage();
+        read_tile();
+        if (tile_slot_ != slot_) wait_for_tokens();
+        b = own_queries(tile_slot_);
+        a = uniform_operand(keys_ + stage_ * kPromptKeyBytes);
+        scales = own_scales();
+        key = first_key_;
+        left = parts_;
+      }
+      start(low, a, b);
+      wgmma_wait<1>(high);
+      mbarrier_arrive_if(done, done != 0);
+      add_up<1>(high, near, far, now);
+      if (tile_slot_ != slot_) {
+        mbarrier_arrive(smem_address(&shared_.queries_empty[slot_]));
+        slot_ = tile_slot_;
+        read_tokens();
+      }
+    }
+  }
+
+  __device__ void next_stage() {
+    if (++stage_ == kPromptStages) {
+      stage_ = 0;
+      phase_ ^= 1;
+    }
+  }
+
+  __device__ void read_tile() {
+    mbarrier_wait(smem_address(&shared_.full[stage_]), phase_);
+    const PromptTile tile = shared_.tiles[stage_];
+    first_key_ = tile.first_key + row_;
+    parts_ = __shfl_sync(~0u, tile.parts, 0);
+    tile_slot_ = __shfl_sync(~0u, tile.slot, 0);
+    last_ = __shfl_sync(~0u, tile.last, 0);
+  }
+  __device__ uint32_t own_queries(int slot) const {
+    return uniform_operand(queries_ + slot * kPromptQueryBytes + group_ * kSplits * kColumns * 128);
+  }
+  __device__ const float* own_scales() const { return shared_.scales[stage_] + row_; }
+
+  // Those of the tile, the next group.
+  __device__ void wait_for_tokens() {
+    mbarrier_wait(smem_address(&shared_.queries_full[tile_slot_]), groups_ / kPromptSlots & 1);
+    ++groups_;
+  }
+  __device__ void read_tokens() {
+    const float2* weights =
+        reinterpret_cast<const float2*>(shared_.weights[slot_] + group_ * kSplits * kColumns) + pair_;
+#pragma unroll
+    for (int j = 0; j < kSplits * kColumns / 8; ++j) {
+      const float2 w = weights[j * 4];
+      weights_[2 * j] = kRelu == 2 ? w.x * 0.5f : w.x;
+      weights_[2 * j + 1] = kRelu >= 1 ? w.y * 0.5f : w.y;
+    }
+    const int num_rows = shared_.num_rows[slot_];
+#pragma unroll
+    for (int i = 0; i < kSplits * kUnits; ++i) {
+      const int token = group_ * kSplits * kTokens + i * kUnit + pair_ % kUnit;
+      Seen seen{0, 0, 0};
+      if (token < num_rows) seen = shared_.seen[slot_][token];
+      rows_[i] = {static_cast<Out*>(p_.logits) + seen.column, seen.begin,
+                  static_cast<uint32_t>(max_of(seen.end - seen.begin, 0))};
+    }
+  }
+
+  __device__ void start(float (&d)[kColumns / 2], uint32_t a, uint32_t b) const {
+    pin(d);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {  // of 32; chunks behind dim are zeros
+      wgmma_e4m3(d, group_descriptor<1024>(a + step * kStepKMajor), group_descriptor<1024>(b + step * kStepKMajor),
+                 step != 0);
+    }
+    wgmma_commit();
+  }
+
+  template <int kSplit>
+  __device__ void add_up(const float (&d)[kColumns / 2], float near, float far, int key) const {
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      float sums[kUnit][2] = {};
+#pragma unroll
+      for (int j = 0; j < kHeads / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+#pragma unroll
+          for (int t = 0; t < kUnit; ++t) {
+            const int at = (u * kUnit + t) * (kHeads / 8) + j;
+            const float w = weights_[2 * (at + kSplit * kColumns / 8) + e];
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              const float x = d[4 * at + 2 * h + e];
+              sums[t][h] = fmaf(kRelu > 1 - e ? x + fabsf(x) : fmaxf(x, 0.f), w, sums[t][h]);
+            }
+          }
+        }
+      }
+      finish(sums, rows_[kSplit * kUnits + u], near, far, key);
+    }
+  }
+
+  struct Row {
+    Out* at;  // of key 0
+    int begin;
+    uint32_t count;  // keys that it sees
+  };
+
+  // Lanes of a quad hold parts of the same sums. Each ends with a token of its own.
+  __device__ void finish(const float (&sums)[kUnit][2], const Row& row, float near, float far, int key) const {
+    const bool odd = pair_ & 1, upper = pair_ & 2;
+    float half[kUnit / 2][2];
+#pragma unroll
+    for (int t = 0; t < kUnit / 2; ++t) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        half[t][h] = odd ? sums[2 * t + 1][h] : sums[2 * t][h];
+        half[t][h] += __shfl_xor_sync(~0u, odd ? sums[2 * t][h] : sums[2 * t + 1][h], 1);
+      }
+    }
+    if constexpr (kUnit == 4) {
+      float all[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        all[h] = upper ? half[1][h] : half[0][h];
+        all[h] += __shfl_xor_sync(~0u, upper ? half[0][h] : half[1][h], 2);
+      }
+      write(row, key, near * all[0]);
+      write(row, key + 8, far * all[1]);
+    } else {
+      float all = upper ? half[0][1] : half[0][0];
+      all += __shfl_xor_sync(~0u, upper ? half[0][0] : half[0][1], 2);
+      write(row, key + (upper ? 8 : 0), (upper ? far : near) * all);
+    }
+  }
+
+  __device__ void write(const Row& row, int key, float logit) const {
+    if (static_cast<uint32_t>(key - row.begin) >= row.count) return;
+    if constexpr (sizeof(Out) == 2) {
+      row.at[key] = __float2bfloat16(logit);
+    } else {
+      row.at[key] = logit;
+    }
+  }
+
+  const LogitsParams& p_;
+  PromptShared& shared_;
+  uint32_t keys_, queries_;  // shared-memory addresses
+  int group_, pair_, row_;
+  int stage_ = 0, groups_ = 0, slot_ = 0;
+  uint32_t phase_ = 0;
+  int first_key_, parts_, tile_slot_, last_;  // of the tile
+  float weights_[kSplits * kColumns / 4];
+  Row rows_[kSplits * kUnits];
+};
+
+template <int kHeads, int kWarpgroups, int kSplits, int kRelu, typename Out>
+__global__ void __launch_bounds__(kWarpgroups * 128 + 128, 1)
+    prompt_logits_kernel(const __grid_constant__ LogitsParams p, const __grid_constant__ Memory memory,
+                         const __grid_constant__ Maps maps) {
+  using Multiplier = PromptMultiplier<kHeads, kWarpgroups, kSplits, kRelu, Out>;
+  constexpr int kMultiply = Multiplier::kThreads, kThreads = kMultiply + 128;
+  extern __shared__ __align__(1024) uint8_t dynamic[];
+  __shared__ PromptShared shared;
+  const uint32_t keys = smem_address(dynamic), queries = keys + kPromptStages * kPromptKeyBytes;
+  const Groups groups{p, memory};
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kPromptStages; ++i) {
+      mbarrier_init(smem_address(&shared.full[i]), 64);
+      mbarrier_init(smem_address(&shared.empty[i]), kMultiply);
+    }
+    for (int i = 0; i < kPromptSlots; ++i) {
+      mbarrier_init(smem_address(&shared.queries_full[i]), 64);
+      mbarrier_init(smem_address(&shared.queries_empty[i]), kMultiply);
+    }
+    mbarrier_init_fence();
+    prefetch_map(&maps.keys);
+    prefetch_map(&maps.queries);
+  }
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
+  if (p.report != nullptr) {
+    for (int64_t row = int64_t{blockIdx.x} * kThreads + threadIdx.x; row < p.num_rows; row += gridDim.x * kThreads) {
+      report_row(p, row);
+    }
+  }
+  find_share<kThreads>(groups, shared);
+  __syncthreads();
+  if (threadIdx.x >= kMultiply) {
+    registers_decrease<Multiplier::kCopierRegisters>();
+    if (threadIdx.x < kMultiply + 32) PromptCopier<kHeads>{p, memory, maps, shared, keys, queries}.run(groups);
+  } else {
+    registers_increase<Multiplier::kRegisters>();
+    Multiplier(p, shared, keys, queries).run();
+  }
+}
+
+}  // namespace attnops::sparse_indexer::sm90
