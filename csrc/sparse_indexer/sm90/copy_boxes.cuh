@@ -121,9 +121,9 @@ struct BoxCopier {
 
   __device__ void run(const Groups& groups) const {
     const int stage = (static_cast<int>(threadIdx.x) - kMultiply) / 32;
-    if (stage >= memory.stages || stage >= shared.num_tiles) return;
+    if (stage >= memory.stages || stage >= shared.share.num_tiles()) return;
     Walk walk{p, memory};
-    walk.start(groups, shared);
+    walk.start(groups, shared.share);
     int slot = 0;
     const auto advance = [&](int tiles) {
 #pragma unroll 1
@@ -139,7 +139,7 @@ struct BoxCopier {
       attnops::sm90::mbarrier_wait(attnops::sm90::smem_address(&shared.empty[stage]), phase);
       copy_tile(walk, stage, slot, cell);
       tile += memory.stages;
-      if (tile >= shared.num_tiles) return;
+      if (tile >= shared.share.num_tiles()) return;
       phase ^= 1;
       advance(memory.stages);
       cell = boxes().read_cell(walk);

@@ -16,13 +16,13 @@ struct RowCopier {
   uint32_t keys, queries;  // shared-memory addresses
 
   __device__ void run(const Groups& groups) const {
-    if (shared.num_tiles == 0) return;
+    if (shared.share.num_tiles() == 0) return;
     Walk walk{p, memory};
-    walk.start(groups, shared);
+    walk.start(groups, shared.share);
     const int thread = threadIdx.x - kMultiply;
     int stage = 0, slot = -1;
     uint32_t phase = 1;
-    for (int64_t left = shared.num_tiles;;) {
+    for (int64_t left = shared.share.num_tiles();;) {
       attnops::sm90::mbarrier_wait(attnops::sm90::smem_address(&shared.empty[stage]), phase);
       if (walk.is_new) {
         if (++slot == memory.stages) slot = 0;

@@ -56,16 +56,18 @@ void launch_kernel(const LogitsParams& p, const Memory& memory, const Maps& maps
       "index_logits", {device_sms("index_logits"), kThreads, bytes, kMostBytes}, stream, p, memory, maps);
 }
 
-template <int kHeads, int kWarpgroups, int kSplits, int kRelu>
+template <int kHeads>
 void launch_prompt(const LogitsParams& p, Memory memory, cudaStream_t stream) {
-  memory.tile_shift = 7;
-  memory.box_rows = p.ragged ? kPromptKeys : min_of(memory.box_rows, kPromptKeys);
+  memory.tile_keys = kPromptKeys;
+  const char* s = std::getenv("LOGITS_S");
+  memory.start_tiles = s ? std::atoi(s) : 2;
+  memory.box_rows = p.ragged ? 64 : min_of(memory.box_rows, 64);
   memory.box_shift = 0;
   while (1 << memory.box_shift < memory.box_rows) ++memory.box_shift;
   const Maps maps = make_maps<kHeads>(p, memory);
   const auto launch = [&]<typename Out>(Out) {
-    launch_dependent<&prompt_logits_kernel<kHeads, kWarpgroups, kSplits, kRelu, Out>>(
-        "index_logits", {device_sms("index_logits"), kWarpgroups * 128 + 128, kPromptBytes, kPromptBytes}, stream, p,
+    launch_dependent<&prompt_logits_kernel<kHeads, Out>>(
+        "index_logits", {device_sms("index_logits"), PromptMultiplier<kHeads, Out>::kThreads + kCopy, kPromptBytes, kPromptBytes}, stream, p,
         memory, maps);
   };
   p.bf16 ? launch(__nv_bfloat16{}) : launch(float{});
@@ -95,23 +97,12 @@ void launch_heads(const LogitsParams& p, cudaStream_t stream) {
   memory.groups = static_cast<int>(p.num_rows / together) * memory.groups_together;
   memory.box_rows = box_rows_of(p);
   while (1 << memory.box_shift < memory.box_rows) ++memory.box_shift;
-  memory.tile_shift = 8;
+  memory.tile_keys = kTileKeys;
   if (memory.box_rows > 0) {
     if constexpr (kHeads >= 32) {
       const char* v = std::getenv("LOGITS_V");
-      if (v != nullptr && memory.blocks == kMaxBlocks && (!p.ragged || rows_aligned(p.k_scale, 4, 16))) {
-        switch (std::atoi(v)) {
-#define PROMPT(n, ...) case n: return launch_prompt<kHeads, __VA_ARGS__>(p, memory, stream)
-          PROMPT(1, 2, 2, 0);
-          PROMPT(2, 4, 1, 0);
-          PROMPT(3, 2, 1, 0);
-          PROMPT(4, 2, 2, 1);
-          PROMPT(5, 4, 1, 1);
-          PROMPT(6, 2, 2, 2);
-          PROMPT(7, 4, 1, 2);
-          PROMPT(8, 2, 1, 2);
-          default: break;
-        }
+      if (v != nullptr && v[0] != '0' && memory.blocks == kMaxBlocks && (!p.ragged || rows_aligned(p.k_scale, 4, 16))) {
+        return launch_prompt<kHeads>(p, memory, stream);
       }
     }
     const Maps maps = make_maps<kHeads>(p, memory);

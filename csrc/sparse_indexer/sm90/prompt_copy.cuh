@@ -4,7 +4,7 @@
 // Tiles of keys and groups of tokens for the kernel of prompts: one warp copies, keys and queries are two rings.
 namespace attnops::sparse_indexer::sm90 {
 
-inline constexpr int kPromptKeys = 128, kPromptKeyBytes = kPromptKeys * 128, kPromptStages = 5;
+inline constexpr int kPromptKeys = 192, kPromptKeyBytes = kPromptKeys * 128, kPromptStages = 3;
 inline constexpr int kPromptColumns = kMaxBlocks * kBlockColumns, kPromptQueryBytes = kMaxBlocks * kBlockBytes;
 inline constexpr int kPromptSlots = 2, kPromptTokens = 16;
 inline constexpr int kPromptBytes = kPromptStages * kPromptKeyBytes + kPromptSlots * kPromptQueryBytes;
@@ -22,8 +22,7 @@ struct PromptShared {
   Seen seen[kPromptSlots][kPromptTokens];
   int num_rows[kPromptSlots];
   uint64_t full[kPromptStages], empty[kPromptStages], queries_full[kPromptSlots], queries_empty[kPromptSlots];
-  int first_group;  // of this CTA
-  int64_t first_tile, num_tiles;
+  Share share;
 };
 
 // Up to 16 bytes, and zeros behind them.
@@ -40,14 +39,14 @@ struct PromptCopier {
   uint32_t keys, queries;  // shared-memory addresses
 
   __device__ void run(const Groups& groups) const {
-    if (shared.num_tiles == 0) return;
+    if (shared.share.num_tiles() == 0) return;
     Walk walk{p, memory};
-    walk.start(groups, shared);
+    walk.start(groups, shared.share);
     int stage = 0, copied = 0;  // groups
     uint32_t phase = 1;
     int cell = boxes().read_cell(walk);
 #pragma unroll 1
-    for (int64_t left = shared.num_tiles;;) {
+    for (int64_t left = shared.share.num_tiles();;) {
       if (walk.is_new) copy_tokens(walk, copied++);
       attnops::sm90::mbarrier_wait(attnops::sm90::smem_address(&shared.empty[stage]), phase);
       copy_tile(walk, stage, (copied - 1) % kPromptSlots, cell, left == 1);
@@ -77,21 +76,24 @@ struct PromptCopier {
   }
 
   __device__ void copy_tile(const Walk& walk, int stage, int slot, int cell, bool last) const {
-    const int row = 4 * static_cast<int>(threadIdx.x % 32);
+    const int lane = threadIdx.x % 32;
     const uint32_t barrier = attnops::sm90::smem_address(&shared.full[stage]);
     const float* of_box = boxes().copy_keys(walk, keys + stage * kPromptKeyBytes, barrier, cell);
-    const uint32_t to = attnops::sm90::smem_address(&shared.scales[stage][row]);
-    const int64_t left = walk.end - walk.first_key;
-    if (p.ragged) {
-      const int64_t key = walk.first_key + row;
-      const int bytes = static_cast<int>(max_of<int64_t>(min_of<int64_t>(p.num_keys - key, 4), 0)) * 4;
-      copy_part(to, bytes > 0 ? p.k_scale + key : p.k_scale, bytes);
-    } else {
-      const float* scales = boxes().scales_of(of_box, row);
-      copy_part(to, scales != nullptr ? static_cast<const void*>(scales) : p.pages.data, scales != nullptr ? 16 : 0);
+#pragma unroll
+    for (int i = 0; i < ceil_div(kPromptKeys, 128); ++i) {
+      const int row = 4 * (lane + 32 * i);
+      const void* from = p.ragged ? static_cast<const void*>(p.k_scale) : p.pages.data;
+      int bytes = 0;
+      if (p.ragged) {
+        const int64_t key = walk.first_key + row, there = p.num_keys - key;
+        if (there > 0) from = p.k_scale + key, bytes = there < 4 ? static_cast<int>(there) * 4 : 16;
+      } else if (const float* scales = boxes().scales_of(of_box, row); scales != nullptr) {
+        from = scales, bytes = 16;
+      }
+      if (row < kPromptKeys) copy_part(attnops::sm90::smem_address(&shared.scales[stage][row]), from, bytes);
     }
-    if (row == 0) {
-      const int parts = left > 64 ? kPromptKeys / 64 : 1;
+    if (lane == 0) {
+      const int parts = static_cast<int>(min_of<int64_t>(walk.end - walk.first_key + 63, kPromptKeys)) / 64;
       shared.tiles[stage] = {static_cast<int>(walk.first_key), parts, slot, last};
     }
     attnops::sm90::arrive_after_copies(barrier);

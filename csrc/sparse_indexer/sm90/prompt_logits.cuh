@@ -6,40 +6,31 @@
 // pass it, 64 at a time.
 namespace attnops::sparse_indexer::sm90 {
 
-// kSplits: products of a warpgroup for the same keys; with two, one runs under the sums of the other.
-template <int kHeads, int kWarpgroups, int kSplits, int kRelu, typename Out>
+template <int kHeads, typename Out>
 class PromptMultiplier {
-  static constexpr int kColumns = kPromptColumns / kWarpgroups / kSplits;  // of a product
+  static constexpr int kColumns = kPromptColumns / 4;  // of a warpgroup
   static constexpr int kTokens = kColumns / kHeads;
   static constexpr int kUnit = kTokens < 4 ? 2 : 4;  // tokens that lanes of a quad divide
   static constexpr int kUnits = kTokens / kUnit;
+  static constexpr int kKeys = kUnit / 2;  // of the 16 of a warp, that a lane ends with
 
  public:
-  static constexpr int kThreads = kWarpgroups * 128;
-  static constexpr int kRegisters = kWarpgroups == 2 ? 232 : 112, kCopierRegisters = kWarpgroups == 2 ? 40 : 32;
+  static constexpr int kThreads = 512;
+  static constexpr int kRegisters = 112, kCopierRegisters = 32;  // of the 96 at launch
 
   __device__ PromptMultiplier(const LogitsParams& p, PromptShared& shared, uint32_t keys, uint32_t queries)
       : p_(p), shared_(shared), keys_(keys), queries_(queries) {}
 
   __device__ void run() {
-    if (shared_.num_tiles == 0) return;
+    if (shared_.share.num_tiles() == 0) return;
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     group_ = __shfl_sync(~0u, threadIdx.x / 128, 0);
     pair_ = lane % 4;
-    row_ = warp * 16 + lane / 4;
+    row_ = warp * 16 + lane / 4 + (kKeys == 1 && (pair_ & 2) ? 8 : 0);
     read_tile();
     slot_ = tile_slot_;
     wait_for_tokens();
     read_tokens();
-    if constexpr (kSplits == 1) {
-      run_alone();
-    } else {
-      run_ahead();
-    }
-  }
-
- private:
-  __device__ void run_alone() {
 #pragma unroll 1
     for (;;) {
       const uint32_t b = own_queries(slot_);
@@ -50,10 +41,12 @@ class PromptMultiplier {
       for (int left = parts_;; --left) {
         float d[kColumns / 2];
         start(d, a, b);
-        const float near = scales[0], far = scales[8];
+        float scale[kKeys];
+#pragma unroll
+        for (int i = 0; i < kKeys; ++i) scale[i] = scales[8 * i];
         wgmma_wait<0>(d);
         if (left == 1) mbarrier_arrive(smem_address(&shared_.empty[stage_]));
-        add_up<0>(d, near, far, key);
+        add_up(d, scale, key);
         if (left == 1) break;
         a += kBlockBytes >> 4;
         scales += 64;
@@ -71,58 +64,7 @@ class PromptMultiplier {
     }
   }
 
-  __device__ void run_ahead() {
-    constexpr uint32_t kSecond = kColumns * 128 >> 4;
-    float low[kColumns / 2], high[kColumns / 2];
-    uint32_t b = own_queries(slot_);
-    uint32_t a = uniform_operand(keys_ + stage_ * kPromptKeyBytes);
-    const float* scales = own_scales();
-    int key = first_key_, left = parts_;
-    start(low, a, b);
-#pragma unroll 1
-    for (;;) {
-      if (left == 0) {
-        wgmma_wait<0>(low);
-        break;
-      }
-      start(high, a, b + kSecond);
-      const float near = scales[0], far = scales[8];
-      wgmma_wait<1>(low);
-      add_up<0>(low, near, far, key);
-      if (left == 1 && last_) {
-        wgmma_wait<0>(high);
-        add_up<1>(high, near, far, key);
-        break;
-      }
-      const int now = key;
-      uint32_t done = 0;
-      if (--left > 0) {
-        a += kBlockBytes >> 4;
-        scales += 64;
-        key += 64;
-      } else {
-        done = smem_address(&shared_.empty[stage_]);
-        next_stage();
-        read_tile();
-        if (tile_slot_ != slot_) wait_for_tokens();
-        b = own_queries(tile_slot_);
-        a = uniform_operand(keys_ + stage_ * kPromptKeyBytes);
-        scales = own_scales();
-        key = first_key_;
-        left = parts_;
-      }
-      start(low, a, b);
-      wgmma_wait<1>(high);
-      mbarrier_arrive_if(done, done != 0);
-      add_up<1>(high, near, far, now);
-      if (tile_slot_ != slot_) {
-        mbarrier_arrive(smem_address(&shared_.queries_empty[slot_]));
-        slot_ = tile_slot_;
-        read_tokens();
-      }
-    }
-  }
-
+ private:
   __device__ void next_stage() {
     if (++stage_ == kPromptStages) {
       stage_ = 0;
@@ -139,7 +81,7 @@ class PromptMultiplier {
     last_ = __shfl_sync(~0u, tile.last, 0);
   }
   __device__ uint32_t own_queries(int slot) const {
-    return uniform_operand(queries_ + slot * kPromptQueryBytes + group_ * kSplits * kColumns * 128);
+    return uniform_operand(queries_ + slot * kPromptQueryBytes + group_ * kColumns * 128);
   }
   __device__ const float* own_scales() const { return shared_.scales[stage_] + row_; }
 
@@ -150,17 +92,17 @@ class PromptMultiplier {
   }
   __device__ void read_tokens() {
     const float2* weights =
-        reinterpret_cast<const float2*>(shared_.weights[slot_] + group_ * kSplits * kColumns) + pair_;
+        reinterpret_cast<const float2*>(shared_.weights[slot_] + group_ * kColumns) + pair_;
 #pragma unroll
-    for (int j = 0; j < kSplits * kColumns / 8; ++j) {
+    for (int j = 0; j < kColumns / 8; ++j) {
       const float2 w = weights[j * 4];
-      weights_[2 * j] = kRelu == 2 ? w.x * 0.5f : w.x;
-      weights_[2 * j + 1] = kRelu >= 1 ? w.y * 0.5f : w.y;
+      weights_[2 * j] = w.x;
+      weights_[2 * j + 1] = w.y;
     }
     const int num_rows = shared_.num_rows[slot_];
 #pragma unroll
-    for (int i = 0; i < kSplits * kUnits; ++i) {
-      const int token = group_ * kSplits * kTokens + i * kUnit + pair_ % kUnit;
+    for (int i = 0; i < kUnits; ++i) {
+      const int token = group_ * kTokens + i * kUnit + pair_ % kUnit;
       Seen seen{0, 0, 0};
       if (token < num_rows) seen = shared_.seen[slot_][token];
       rows_[i] = {static_cast<Out*>(p_.logits) + seen.column, seen.begin,
@@ -179,8 +121,7 @@ class PromptMultiplier {
     wgmma_commit();
   }
 
-  template <int kSplit>
-  __device__ void add_up(const float (&d)[kColumns / 2], float near, float far, int key) const {
+  __device__ void add_up(const float (&d)[kColumns / 2], const float (&scales)[kKeys], int key) const {
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
       float sums[kUnit][2] = {};
@@ -191,16 +132,15 @@ class PromptMultiplier {
 #pragma unroll
           for (int t = 0; t < kUnit; ++t) {
             const int at = (u * kUnit + t) * (kHeads / 8) + j;
-            const float w = weights_[2 * (at + kSplit * kColumns / 8) + e];
+            const float w = weights_[2 * at + e];
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-              const float x = d[4 * at + 2 * h + e];
-              sums[t][h] = fmaf(kRelu > 1 - e ? x + fabsf(x) : fmaxf(x, 0.f), w, sums[t][h]);
+              sums[t][h] = fmaf(fmaxf(d[4 * at + 2 * h + e], 0.f), w, sums[t][h]);
             }
           }
         }
       }
-      finish(sums, rows_[kSplit * kUnits + u], near, far, key);
+      finish(sums, rows_[u], scales, key);
     }
   }
 
@@ -211,7 +151,7 @@ class PromptMultiplier {
   };
 
   // Lanes of a quad hold parts of the same sums. Each ends with a token of its own.
-  __device__ void finish(const float (&sums)[kUnit][2], const Row& row, float near, float far, int key) const {
+  __device__ void finish(const float (&sums)[kUnit][2], const Row& row, const float (&scales)[kKeys], int key) const {
     const bool odd = pair_ & 1, upper = pair_ & 2;
     float half[kUnit / 2][2];
 #pragma unroll
@@ -229,12 +169,12 @@ class PromptMultiplier {
         all[h] = upper ? half[1][h] : half[0][h];
         all[h] += __shfl_xor_sync(~0u, upper ? half[0][h] : half[1][h], 2);
       }
-      write(row, key, near * all[0]);
-      write(row, key + 8, far * all[1]);
+      write(row, key, scales[0] * all[0]);
+      write(row, key + 8, scales[1] * all[1]);
     } else {
       float all = upper ? half[0][1] : half[0][0];
       all += __shfl_xor_sync(~0u, upper ? half[0][0] : half[0][1], 2);
-      write(row, key + (upper ? 8 : 0), (upper ? far : near) * all);
+      write(row, key, scales[0] * all);
     }
   }
 
@@ -254,16 +194,16 @@ class PromptMultiplier {
   int stage_ = 0, groups_ = 0, slot_ = 0;
   uint32_t phase_ = 0;
   int first_key_, parts_, tile_slot_, last_;  // of the tile
-  float weights_[kSplits * kColumns / 4];
-  Row rows_[kSplits * kUnits];
+  float weights_[kColumns / 4];
+  Row rows_[kUnits];
 };
 
-template <int kHeads, int kWarpgroups, int kSplits, int kRelu, typename Out>
-__global__ void __launch_bounds__(kWarpgroups * 128 + 128, 1)
+template <int kHeads, typename Out>
+__global__ void __launch_bounds__(PromptMultiplier<kHeads, Out>::kThreads + kCopy, 1)
     prompt_logits_kernel(const __grid_constant__ LogitsParams p, const __grid_constant__ Memory memory,
                          const __grid_constant__ Maps maps) {
-  using Multiplier = PromptMultiplier<kHeads, kWarpgroups, kSplits, kRelu, Out>;
-  constexpr int kMultiply = Multiplier::kThreads, kThreads = kMultiply + 128;
+  using Multiplier = PromptMultiplier<kHeads, Out>;
+  constexpr int kMultiply = Multiplier::kThreads, kThreads = kMultiply + kCopy;
   extern __shared__ __align__(1024) uint8_t dynamic[];
   __shared__ PromptShared shared;
   const uint32_t keys = smem_address(dynamic), queries = keys + kPromptStages * kPromptKeyBytes;
@@ -288,7 +228,7 @@ __global__ void __launch_bounds__(kWarpgroups * 128 + 128, 1)
       report_row(p, row);
     }
   }
-  find_share<kThreads>(groups, shared);
+  find_share<kThreads>(groups, shared.share);
   __syncthreads();
   if (threadIdx.x >= kMultiply) {
     registers_decrease<Multiplier::kCopierRegisters>();

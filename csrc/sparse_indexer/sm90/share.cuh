@@ -25,6 +25,15 @@ struct Seen {
   int64_t column;
 };
 
+// A CTA's tiles among all, one group's after the other, and where they begin.
+struct Share {
+  int64_t begin, end;
+  int first_group;
+  int64_t first_tile;  // of the group
+
+  __device__ int64_t num_tiles() const { return end - begin; }
+};
+
 // Behind the dynamic memory's tiles of keys and queries, which start on 1 KB.
 struct Shared {
   Tile tiles[kMaxStages];
@@ -32,8 +41,7 @@ struct Shared {
   float weights[kMaxStages][kMaxBlocks * kBlockColumns];
   Seen seen[kMaxStages][kMaxTokens];
   uint64_t full[kMaxStages], empty[kMaxStages];
-  int first_group;  // of this CTA
-  int64_t first_tile, num_tiles;
+  Share share;
 };
 
 // Groups of rows: those of a request, or of all rows of ragged keys, `memory.tokens` at a time.
@@ -56,31 +64,34 @@ struct Groups {
   }
   __device__ int64_t tiles(int group) const {
     const KeyRange range = keys(group);
-    return range.end <= range.begin ? 0 : (range.end - range.begin + memory.tile_keys() - 1) >> memory.tile_shift;
+    return range.end <= range.begin ? 0 : ceil_div<uint32_t>(range.end - range.begin, memory.tile_keys);
   }
 };
 
-// Every CTA gets the same number of tiles, one after the other. To be called by all threads.
-template <int kThreads, class Shared>
-__device__ void find_share(const Groups& groups, Shared& shared) {
-  const int count = groups.memory.groups, each = ceil_div(count, kThreads);
+// Every CTA gets the same work: its tiles, and `start_tiles` for each group. To be called by all threads; what it finds
+// is there after the next barrier.
+template <int kThreads>
+__device__ void find_share(const Groups& groups, Share& share) {
+  const int count = groups.memory.groups, each = ceil_div(count, kThreads), extra = groups.memory.start_tiles;
   const int begin = min_of<int64_t>(int64_t{each} * static_cast<int>(threadIdx.x), count);
   const int end = min_of<int64_t>(int64_t{begin} + each, count);
+  if (threadIdx.x == 0) share.begin = share.end = 0;
   int64_t mine = 0, before = 0;
-  for (int g = begin; g < end; ++g) mine += groups.tiles(g);
+  for (int g = begin; g < end; ++g) mine += groups.tiles(g) + extra;
   const int64_t total = block_exclusive_sum<kThreads>(mine, &before);
   const int64_t first = total * blockIdx.x / gridDim.x, last = total * (blockIdx.x + 1) / gridDim.x;
-  if (threadIdx.x == 0) shared.num_tiles = last - first;
-  if (before <= first && first < before + mine) {
-    for (int g = begin;; ++g) {
-      const int64_t tiles = each == 1 ? mine : groups.tiles(g);
-      if (first < before + tiles) {
-        shared.first_group = g;
-        shared.first_tile = first - before;
-        break;
-      }
-      before += tiles;
+  const bool has_first = before <= first && first < before + mine, has_last = before < last && last <= before + mine;
+  if (!has_first && !has_last) return;
+  for (int g = begin; g < end; ++g) {
+    const int64_t cost = each == 1 ? mine : groups.tiles(g) + extra;
+    const int64_t tiles_before = before - int64_t{extra} * g;
+    if (before <= first && first < before + cost) {
+      share.first_group = g;
+      share.first_tile = max_of<int64_t>(first - before - extra, 0);
+      share.begin = tiles_before + share.first_tile;
     }
+    if (before < last && last <= before + cost) share.end = tiles_before + max_of<int64_t>(last - before - extra, 0);
+    before += cost;
   }
 }
 
@@ -96,18 +107,25 @@ struct Walk {
   __device__ int64_t first_row() const { return int64_t{request} * memory.rows_together + in_request; }
   __device__ int num_rows() const { return min_of(memory.rows_together - in_request, memory.tokens); }
 
-  template <class Shared>
-  __device__ void start(const Groups& groups, const Shared& shared) {
-    request = shared.first_group / memory.groups_together;
-    in_request = groups.first_in_request(shared.first_group);
+  // The first tile of a share that has one.
+  __device__ void start(const Groups& groups, const Share& share) {
+    request = share.first_group / memory.groups_together;
+    in_request = groups.first_in_request(share.first_group);
     read_group();
-    first_key = begin + shared.first_tile * memory.tile_keys();
+    first_key = begin + share.first_tile * memory.tile_keys;
+    find_group();
   }
 
   // The next tile, which there must be.
   __device__ void advance() {
-    first_key += memory.tile_keys();
+    first_key += memory.tile_keys;
     is_new = false;
+    find_group();
+  }
+
+ private:
+  // That of the next tile, from this one on.
+  __device__ void find_group() {
     while (first_key >= end) {
       in_request += memory.tokens;
       if (in_request >= memory.rows_together) {
@@ -118,7 +136,6 @@ struct Walk {
     }
   }
 
- private:
   __device__ void read_group() {
     const int lane = threadIdx.x % 32;
     begin = INT64_MAX;
