@@ -3,8 +3,9 @@
 
 #include "device/sm90/wgmma.cuh"
 
-// Warpgroup products of e4m3 operands, m = 64, n = 64, k = 32, with float32 accumulators. Operands are K-major: rows of
-// 128 bytes under the 128-byte swizzle as device/sm90/wgmma.cuh describes, so a step of k = 32 is kStepKMajor, too.
+// Warpgroup products of e4m3 operands, m = 64, n = 64 or 128, k = 32, with float32 accumulators. Operands are K-major:
+// rows of 128 bytes under the 128-byte swizzle as device/sm90/wgmma.cuh describes, so a step of k = 32 is kStepKMajor,
+// too.
 //
 // The units keep some 13 bits below the largest addend when they accumulate.
 namespace attnops::sm90 {
@@ -27,21 +28,12 @@ __device__ inline void wgmma_e4m3(float (&d)[32], uint64_t a, uint64_t b, int ac
       : "l"(a), "l"(b), "r"(accumulate));
 }
 
-// The same with a in registers: rows lane / 4 and + 8 of the warp's sixteen, bytes 4 (lane % 4) .. + 3 and + 16.
-__device__ inline void wgmma_e4m3(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulate) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 " ATTNOPS_D32 ", {%32, %33, %34, %35}, %36, p, 1, 1;\n}\n"
-      : ATTNOPS_F32(d)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-}
-
 #define ATTNOPS_D64                                                                                                 \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
   "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, "  \
   "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"
 
-// d [64, 128] (+)= a b^T, both in shared memory.
+// d [64, 128] likewise.
 __device__ inline void wgmma_e4m3(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
@@ -50,21 +42,13 @@ __device__ inline void wgmma_e4m3(float (&d)[64], uint64_t a, uint64_t b, int ac
       : "l"(a), "l"(b), "r"(accumulate));
 }
 
-__device__ inline void wgmma_e4m3(float (&d)[96], uint64_t a, uint64_t b, int accumulate) {
+// d [64, 64] with a in registers: rows lane / 4 and + 8 of the warp's sixteen, bytes 4 (lane % 4) .. + 3 and + 16.
+__device__ inline void wgmma_e4m3(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulate) {
   asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %98, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n192k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95}, %96, %97, p, 1, 1;\n}\n"
-      : ATTNOPS_F16(d, 0), ATTNOPS_F16(d, 16), ATTNOPS_F16(d, 32), ATTNOPS_F16(d, 48), ATTNOPS_F16(d, 64), ATTNOPS_F16(d, 80)
-      : "l"(a), "l"(b), "r"(accumulate));
-}
-
-// d [64, 256] (+)= a b^T, both in shared memory.
-__device__ inline void wgmma_e4m3(float (&d)[128], uint64_t a, uint64_t b, int accumulate) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 " ATTNOPS_D128 ", %128, %129, p, 1, 1;\n}\n"
-      : ATTNOPS_F128(d)
-      : "l"(a), "l"(b), "r"(accumulate));
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 " ATTNOPS_D32 ", {%32, %33, %34, %35}, %36, p, 1, 1;\n}\n"
+      : ATTNOPS_F32(d)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 }
 
 // Two floats as two e4m3, rounded to nearest, the first in the low byte; beyond 448 they saturate.

@@ -5,11 +5,11 @@
 #include "device/sm90/tensor_map.h"
 #include "sparse_indexer/sm90/logits.cuh"
 #include "sparse_indexer/sm90/prompt_logits.cuh"
-#include <cstdlib>
 
 namespace attnops::sparse_indexer::sm90 {
 
-inline constexpr int kTilesOfSm = 2;  // at least, before groups share keys
+inline constexpr int kTilesOfSm = 2;   // at least, before groups share keys
+inline constexpr int kStartTiles = 1;  // what it takes to begin with a group of a prompt
 inline constexpr int kMostBytes = kMaxStages * (kKeyBytes + 2 * kBlockBytes);
 
 // Between neighbours that there are; else any number that a map takes.
@@ -40,7 +40,8 @@ Maps make_maps(const LogitsParams& p, const Memory& memory) {
                                extent(map_stride(p.num_rows, p.stride_token))};
   const uint32_t box[3] = {128, kHeads, kBlockColumns / kHeads};
   const uint64_t stride_k = extent(map_stride(p.num_keys, p.stride_k));
-  const MapGeometry ragged{kBytes, p.k, {dim, extent(p.num_keys), 1}, {stride_k, stride_k}, static_cast<uint32_t>(memory.box_rows)};
+  const MapGeometry ragged{
+      kBytes, p.k, {dim, extent(p.num_keys), 1}, {stride_k, stride_k}, static_cast<uint32_t>(memory.box_rows)};
   const MapGeometry paged{kBytes,
                           p.pages.data,
                           {dim, extent(p.pages.page_size), extent(p.pages.num_pages)},
@@ -56,19 +57,26 @@ void launch_kernel(const LogitsParams& p, const Memory& memory, const Maps& maps
       "index_logits", {device_sms("index_logits"), kThreads, bytes, kMostBytes}, stream, p, memory, maps);
 }
 
+// Whether groups are full, but for one in ten tokens; scales come 16 bytes at a time.
+inline bool is_prompt(const LogitsParams& p, const Memory& memory) {
+  const int64_t places = int64_t{memory.groups_together} * memory.tokens;
+  return memory.blocks == kMaxBlocks && places * 9 <= int64_t{memory.rows_together} * 10 &&
+         (!p.ragged || rows_aligned(p.k_scale, 4, 16));
+}
+
 template <int kHeads>
 void launch_prompt(const LogitsParams& p, Memory memory, cudaStream_t stream) {
   memory.tile_keys = kPromptKeys;
-  const char* s = std::getenv("LOGITS_S");
-  memory.start_tiles = s ? std::atoi(s) : 2;
+  memory.start_tiles = kStartTiles;
   memory.box_rows = p.ragged ? 64 : min_of(memory.box_rows, 64);
   memory.box_shift = 0;
   while (1 << memory.box_shift < memory.box_rows) ++memory.box_shift;
   const Maps maps = make_maps<kHeads>(p, memory);
   const auto launch = [&]<typename Out>(Out) {
     launch_dependent<&prompt_logits_kernel<kHeads, Out>>(
-        "index_logits", {device_sms("index_logits"), PromptMultiplier<kHeads, Out>::kThreads + kCopy, kPromptBytes, kPromptBytes}, stream, p,
-        memory, maps);
+        "index_logits",
+        {device_sms("index_logits"), PromptMultiplier<kHeads, Out>::kThreads + kCopy, kPromptBytes, kPromptBytes},
+        stream, p, memory, maps);
   };
   p.bf16 ? launch(__nv_bfloat16{}) : launch(float{});
 }
@@ -100,10 +108,7 @@ void launch_heads(const LogitsParams& p, cudaStream_t stream) {
   memory.tile_keys = kTileKeys;
   if (memory.box_rows > 0) {
     if constexpr (kHeads >= 32) {
-      const char* v = std::getenv("LOGITS_V");
-      if (v != nullptr && v[0] != '0' && memory.blocks == kMaxBlocks && (!p.ragged || rows_aligned(p.k_scale, 4, 16))) {
-        return launch_prompt<kHeads>(p, memory, stream);
-      }
+      if (is_prompt(p, memory)) return launch_prompt<kHeads>(p, memory, stream);
     }
     const Maps maps = make_maps<kHeads>(p, memory);
     memory.blocks > 1 ? launch_kernel<kHeads, true, BoxCopier>(p, memory, maps, stream)

@@ -9,10 +9,9 @@ namespace attnops::sparse_indexer::sm90 {
 template <int kHeads, typename Out>
 class PromptMultiplier {
   static constexpr int kColumns = kPromptColumns / 4;  // of a warpgroup
-  static constexpr int kTokens = kColumns / kHeads;
-  static constexpr int kUnit = kTokens < 4 ? 2 : 4;  // tokens that lanes of a quad divide
-  static constexpr int kUnits = kTokens / kUnit;
-  static constexpr int kKeys = kUnit / 2;  // of the 16 of a warp, that a lane ends with
+  static constexpr int kTokens = kColumns / kHeads;    // of a warpgroup
+  static constexpr int kKeys = kTokens / 2;            // of a product, that a lane ends with
+  static_assert(kTokens == 2 || kTokens == 4);
 
  public:
   static constexpr int kThreads = 512;
@@ -34,23 +33,20 @@ class PromptMultiplier {
 #pragma unroll 1
     for (;;) {
       const uint32_t b = own_queries(slot_);
-      uint32_t a = uniform_operand(keys_ + stage_ * kPromptKeyBytes);
+      const uint32_t a = uniform_operand(keys_ + stage_ * kPromptKeyBytes);
       const float* scales = own_scales();
-      int key = first_key_;
-#pragma unroll 1
-      for (int left = parts_;; --left) {
+#pragma unroll
+      for (int part = 0; part < kPromptKeys / 64; ++part) {
         float d[kColumns / 2];
-        start(d, a, b);
+        start(d, a + part * (kBlockBytes >> 4), b);
         float scale[kKeys];
 #pragma unroll
-        for (int i = 0; i < kKeys; ++i) scale[i] = scales[8 * i];
+        for (int i = 0; i < kKeys; ++i) scale[i] = scales[64 * part + 8 * i];
         wgmma_wait<0>(d);
-        if (left == 1) mbarrier_arrive(smem_address(&shared_.empty[stage_]));
-        add_up(d, scale, key);
-        if (left == 1) break;
-        a += kBlockBytes >> 4;
-        scales += 64;
-        key += 64;
+        const bool is_last = part + 1 == parts_;
+        if (is_last) mbarrier_arrive(smem_address(&shared_.empty[stage_]));
+        add_up(d, scale, first_key_ + 64 * part);
+        if (is_last) break;
       }
       if (last_) return;
       next_stage();
@@ -91,8 +87,7 @@ class PromptMultiplier {
     ++groups_;
   }
   __device__ void read_tokens() {
-    const float2* weights =
-        reinterpret_cast<const float2*>(shared_.weights[slot_] + group_ * kColumns) + pair_;
+    const float2* weights = reinterpret_cast<const float2*>(shared_.weights[slot_] + group_ * kColumns) + pair_;
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
       const float2 w = weights[j * 4];
@@ -100,14 +95,12 @@ class PromptMultiplier {
       weights_[2 * j + 1] = w.y;
     }
     const int num_rows = shared_.num_rows[slot_];
-#pragma unroll
-    for (int i = 0; i < kUnits; ++i) {
-      const int token = group_ * kTokens + i * kUnit + pair_ % kUnit;
-      Seen seen{0, 0, 0};
-      if (token < num_rows) seen = shared_.seen[slot_][token];
-      rows_[i] = {static_cast<Out*>(p_.logits) + seen.column, seen.begin,
-                  static_cast<uint32_t>(max_of(seen.end - seen.begin, 0))};
-    }
+    const int token = group_ * kTokens + pair_ % kTokens;
+    Seen seen{0, 0, 0};
+    if (token < num_rows) seen = shared_.seen[slot_][token];
+    logits_ = static_cast<Out*>(p_.logits) + seen.column;
+    begin_ = seen.begin;
+    count_ = max_of(seen.end - seen.begin, 0);
   }
 
   __device__ void start(float (&d)[kColumns / 2], uint32_t a, uint32_t b) const {
@@ -122,68 +115,47 @@ class PromptMultiplier {
   }
 
   __device__ void add_up(const float (&d)[kColumns / 2], const float (&scales)[kKeys], int key) const {
+    float sums[kTokens][2] = {};
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-      float sums[kUnit][2] = {};
+    for (int j = 0; j < kHeads / 8; ++j) {
 #pragma unroll
-      for (int j = 0; j < kHeads / 8; ++j) {
+      for (int e = 0; e < 2; ++e) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
+        for (int t = 0; t < kTokens; ++t) {
+          const int at = t * (kHeads / 8) + j;
 #pragma unroll
-          for (int t = 0; t < kUnit; ++t) {
-            const int at = (u * kUnit + t) * (kHeads / 8) + j;
-            const float w = weights_[2 * at + e];
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-              sums[t][h] = fmaf(fmaxf(d[4 * at + 2 * h + e], 0.f), w, sums[t][h]);
-            }
+          for (int h = 0; h < 2; ++h) {
+            sums[t][h] = fmaf(fmaxf(d[4 * at + 2 * h + e], 0.f), weights_[2 * at + e], sums[t][h]);
           }
         }
       }
-      finish(sums, rows_[u], scales, key);
     }
-  }
-
-  struct Row {
-    Out* at;  // of key 0
-    int begin;
-    uint32_t count;  // keys that it sees
-  };
-
-  // Lanes of a quad hold parts of the same sums. Each ends with a token of its own.
-  __device__ void finish(const float (&sums)[kUnit][2], const Row& row, const float (&scales)[kKeys], int key) const {
+    // Lanes of a quad hold parts of the same sums. Each ends with a token, and with one key of two where there are two
+    // tokens. The order of additions is that of Multiplier, so bits are.
     const bool odd = pair_ & 1, upper = pair_ & 2;
-    float half[kUnit / 2][2];
+    float half[kTokens / 2][2];
 #pragma unroll
-    for (int t = 0; t < kUnit / 2; ++t) {
+    for (int t = 0; t < kTokens / 2; ++t) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         half[t][h] = odd ? sums[2 * t + 1][h] : sums[2 * t][h];
         half[t][h] += __shfl_xor_sync(~0u, odd ? sums[2 * t][h] : sums[2 * t + 1][h], 1);
       }
     }
-    if constexpr (kUnit == 4) {
-      float all[2];
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        all[h] = upper ? half[1][h] : half[0][h];
-        all[h] += __shfl_xor_sync(~0u, upper ? half[0][h] : half[1][h], 2);
-      }
-      write(row, key, scales[0] * all[0]);
-      write(row, key + 8, scales[1] * all[1]);
-    } else {
-      float all = upper ? half[0][1] : half[0][0];
-      all += __shfl_xor_sync(~0u, upper ? half[0][0] : half[0][1], 2);
-      write(row, key, scales[0] * all);
+    for (int i = 0; i < kKeys; ++i) {
+      const float low = half[0][i], high = kTokens == 4 ? half[kTokens / 2 - 1][i] : half[0][1];
+      const float sum = (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, 2);
+      write(key + 8 * i, scales[i] * sum);
     }
   }
 
-  __device__ void write(const Row& row, int key, float logit) const {
-    if (static_cast<uint32_t>(key - row.begin) >= row.count) return;
+  __device__ void write(int key, float logit) const {
+    if (static_cast<uint32_t>(key - begin_) >= count_) return;
     if constexpr (sizeof(Out) == 2) {
-      row.at[key] = __float2bfloat16(logit);
+      logits_[key] = __float2bfloat16(logit);
     } else {
-      row.at[key] = logit;
+      logits_[key] = logit;
     }
   }
 
@@ -195,7 +167,9 @@ class PromptMultiplier {
   uint32_t phase_ = 0;
   int first_key_, parts_, tile_slot_, last_;  // of the tile
   float weights_[kColumns / 4];
-  Row rows_[kUnits];
+  Out* logits_;  // of key 0 of the lane's token, which sees `count_` keys from `begin_` on
+  int begin_;
+  uint32_t count_;
 };
 
 template <int kHeads, typename Out>
