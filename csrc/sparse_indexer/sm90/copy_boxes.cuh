@@ -19,8 +19,8 @@ __device__ inline void expect_bytes(uint32_t barrier, int bytes) {
 }
 
 // The weights of a group's tokens, and what these see. Each of kThreads threads does its part.
-template <int kHeads, int kThreads, class Shared>
-__device__ void copy_group(const Walk& walk, Shared& shared, int slot, int thread) {
+template <int kHeads, int kThreads, class Shared, class Tiles>
+__device__ void copy_group(const Walk<Tiles>& walk, Shared& shared, int slot, int thread) {
   const LogitsParams& p = walk.p;
   const int num_rows = walk.num_rows();
   const int64_t first_row = walk.first_row();
@@ -38,8 +38,8 @@ __device__ void copy_group(const Walk& walk, Shared& shared, int slot, int threa
 }
 
 // The queries of a group, a block a lane.
-template <int kHeads>
-__device__ void copy_queries(const Walk& walk, const Maps& maps, uint32_t barrier, uint32_t to) {
+template <int kHeads, class Tiles>
+__device__ void copy_queries(const Walk<Tiles>& walk, const Maps& maps, uint32_t barrier, uint32_t to) {
   const int lane = threadIdx.x % 32, token = lane * (kBlockColumns / kHeads);
   if (lane >= walk.memory.blocks || token >= walk.num_rows()) return;
   expect_bytes(barrier, kBlockBytes);
@@ -47,29 +47,29 @@ __device__ void copy_queries(const Walk& walk, const Maps& maps, uint32_t barrie
                           static_cast<int>(walk.first_row()) + token);
 }
 
-// Lane l asks for box l of a tile of kKeys keys, so it knows the page of that box.
-template <int kKeys>
+// Lane l asks for box l of a tile, so it knows the page of that box.
+template <class Tiles>
 struct Boxes {
   const LogitsParams& p;
   const Memory& memory;
   const Maps& maps;
 
-  __device__ int64_t key_of_box(const Walk& walk) const {
+  __device__ int64_t key_of_box(const Walk<Tiles>& walk) const {
     return walk.first_key + static_cast<int>(threadIdx.x % 32) * memory.box_rows;
   }
-  __device__ bool has_box(const Walk& walk) const {
-    return static_cast<int>(threadIdx.x % 32) * memory.box_rows < kKeys && key_of_box(walk) < walk.end;
+  __device__ bool has_box(const Walk<Tiles>& walk) const {
+    return static_cast<int>(threadIdx.x % 32) * memory.box_rows < Tiles::kKeys && key_of_box(walk) < walk.end;
   }
 
   // What the page table says of the lane's box; read long before it is used.
-  __device__ int read_cell(const Walk& walk) const {
+  __device__ int read_cell(const Walk<Tiles>& walk) const {
     if (p.ragged || !has_box(walk)) return 0;
     return p
         .page_table[walk.request * p.stride_table + page_of(key_of_box(walk), p.pages.page_size, p.pages.page_shift)];
   }
 
   // Asks for the lane's box. Returns where its scales begin, or null.
-  __device__ const float* copy_keys(const Walk& walk, uint32_t tile, uint32_t barrier, int cell) const {
+  __device__ const float* copy_keys(const Walk<Tiles>& walk, uint32_t tile, uint32_t barrier, int cell) const {
     const int lane = threadIdx.x % 32;
     const uint32_t to = tile + lane * memory.box_rows * 128;
     const int64_t key = key_of_box(walk);
@@ -119,10 +119,10 @@ struct BoxCopier {
   Shared& shared;
   uint32_t keys, queries;  // shared-memory addresses
 
-  __device__ void run(const Groups& groups) const {
+  __device__ void run(const Groups<BlockTiles>& groups) const {
     const int stage = (static_cast<int>(threadIdx.x) - kMultiply) / 32;
     if (stage >= memory.stages || stage >= shared.share.num_tiles()) return;
-    Walk walk{p, memory};
+    Walk<BlockTiles> walk{p, memory};
     walk.start(groups, shared.share);
     int slot = 0;
     const auto advance = [&](int tiles) {
@@ -147,7 +147,7 @@ struct BoxCopier {
   }
 
  private:
-  __device__ void copy_tile(const Walk& walk, int stage, int slot, int cell) const {
+  __device__ void copy_tile(const Walk<BlockTiles>& walk, int stage, int slot, int cell) const {
     const int lane = threadIdx.x % 32;
     const uint32_t barrier = attnops::sm90::smem_address(&shared.full[stage]);
     const float* scales = boxes().copy_keys(walk, keys + stage * kKeyBytes, barrier, cell);
@@ -161,11 +161,11 @@ struct BoxCopier {
     attnops::sm90::mbarrier_arrive(barrier);
   }
 
-  __device__ Boxes<kTileKeys> boxes() const { return {p, memory, maps}; }
+  __device__ Boxes<BlockTiles> boxes() const { return {p, memory, maps}; }
 
   // `of_box`: where the scales of the lane's box begin. Those of a page come four at a time, also behind what the
   // request has: no logit is made of these.
-  __device__ void copy_scales(const Walk& walk, int stage, const float* of_box) const {
+  __device__ void copy_scales(const Walk<BlockTiles>& walk, int stage, const float* of_box) const {
     const int lane = threadIdx.x % 32;
     if (!p.ragged) {
 #pragma unroll

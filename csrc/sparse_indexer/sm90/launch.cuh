@@ -8,8 +8,7 @@
 
 namespace attnops::sparse_indexer::sm90 {
 
-inline constexpr int kTilesOfSm = 2;   // at least, before groups share keys
-inline constexpr int kStartTiles = 1;  // what it takes to begin with a group of a prompt
+inline constexpr int kTilesOfSm = 2;  // at least, before groups share keys
 inline constexpr int kMostBytes = kMaxStages * (kKeyBytes + 2 * kBlockBytes);
 
 // Between neighbours that there are; else any number that a map takes.
@@ -66,8 +65,6 @@ inline bool is_prompt(const LogitsParams& p, const Memory& memory) {
 
 template <int kHeads>
 void launch_prompt(const LogitsParams& p, Memory memory, cudaStream_t stream) {
-  memory.tile_keys = kPromptKeys;
-  memory.start_tiles = kStartTiles;
   memory.box_rows = p.ragged ? 64 : min_of(memory.box_rows, 64);
   memory.box_shift = 0;
   while (1 << memory.box_shift < memory.box_rows) ++memory.box_shift;
@@ -105,7 +102,6 @@ void launch_heads(const LogitsParams& p, cudaStream_t stream) {
   memory.groups = static_cast<int>(p.num_rows / together) * memory.groups_together;
   memory.box_rows = box_rows_of(p);
   while (1 << memory.box_shift < memory.box_rows) ++memory.box_shift;
-  memory.tile_keys = kTileKeys;
   if (memory.box_rows > 0) {
     if constexpr (kHeads >= 32) {
       if (is_prompt(p, memory)) return launch_prompt<kHeads>(p, memory, stream);

@@ -17,8 +17,6 @@ struct Memory {
   int tokens;  // of a group
   int rows_together, groups_together, groups;  // rows that share keys, groups of those, and of all rows
   int box_rows, box_shift;                     // keys of a box, and its logarithm; 0 where rows come one by one
-  int tile_keys;
-  int start_tiles;  // as many tiles as long it takes to begin with a group
 };
 
 // Boxes of keys, and of the queries of a block.

@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) uint8_t dynamic[];
   __shared__ Shared shared;
   const uint32_t keys = smem_address(dynamic), queries = keys + memory.stages * kKeyBytes;
-  const Groups groups{p, memory};
+  const Groups<BlockTiles> groups{p, memory};
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < memory.stages; ++stage) {
       mbarrier_init(smem_address(&shared.full[stage]), 2 * kCopying);

@@ -4,7 +4,7 @@
 // Tiles of keys and groups of tokens for the kernel of prompts: one warp copies, keys and queries are two rings.
 namespace attnops::sparse_indexer::sm90 {
 
-inline constexpr int kPromptKeys = 192, kPromptKeyBytes = kPromptKeys * 128, kPromptStages = 3;
+inline constexpr int kPromptKeys = PromptTiles::kKeys, kPromptKeyBytes = kPromptKeys * 128, kPromptStages = 3;
 inline constexpr int kPromptColumns = kMaxBlocks * kBlockColumns, kPromptQueryBytes = kMaxBlocks * kBlockBytes;
 inline constexpr int kPromptSlots = 2, kPromptTokens = 16;
 inline constexpr int kPromptBytes = kPromptStages * kPromptKeyBytes + kPromptSlots * kPromptQueryBytes;
@@ -25,11 +25,6 @@ struct PromptShared {
   Share share;
 };
 
-// Up to 16 bytes, and zeros behind them.
-__device__ inline void copy_part(uint32_t to, const void* from, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
-
 template <int kHeads>
 struct PromptCopier {
   const LogitsParams& p;
@@ -38,9 +33,9 @@ struct PromptCopier {
   PromptShared& shared;
   uint32_t keys, queries;  // shared-memory addresses
 
-  __device__ void run(const Groups& groups) const {
+  __device__ void run(const Groups<PromptTiles>& groups) const {
     if (shared.share.num_tiles() == 0) return;
-    Walk walk{p, memory};
+    Walk<PromptTiles> walk{p, memory};
     walk.start(groups, shared.share);
     int stage = 0, copied = 0;  // groups
     uint32_t phase = 1;
@@ -61,9 +56,9 @@ struct PromptCopier {
   }
 
  private:
-  __device__ Boxes<kPromptKeys> boxes() const { return {p, memory, maps}; }
+  __device__ Boxes<PromptTiles> boxes() const { return {p, memory, maps}; }
 
-  __device__ void copy_tokens(const Walk& walk, int number) const {
+  __device__ void copy_tokens(const Walk<PromptTiles>& walk, int number) const {
     const int lane = threadIdx.x % 32, slot = number % kPromptSlots;
     const uint32_t barrier = attnops::sm90::smem_address(&shared.queries_full[slot]);
     attnops::sm90::mbarrier_wait(attnops::sm90::smem_address(&shared.queries_empty[slot]),
@@ -75,29 +70,40 @@ struct PromptCopier {
     attnops::sm90::mbarrier_arrive(barrier);
   }
 
-  __device__ void copy_tile(const Walk& walk, int stage, int slot, int cell, bool last) const {
+  __device__ void copy_tile(const Walk<PromptTiles>& walk, int stage, int slot, int cell, bool last) const {
     const int lane = threadIdx.x % 32;
     const uint32_t barrier = attnops::sm90::smem_address(&shared.full[stage]);
     const float* of_box = boxes().copy_keys(walk, keys + stage * kPromptKeyBytes, barrier, cell);
 #pragma unroll
-    for (int i = 0; i < ceil_div(kPromptKeys, 128); ++i) {
-      const int row = 4 * (lane + 32 * i);
-      const void* from = p.ragged ? static_cast<const void*>(p.k_scale) : p.pages.data;
-      int bytes = 0;
-      if (p.ragged) {
-        const int64_t key = walk.first_key + row, there = p.num_keys - key;
-        if (there > 0) from = p.k_scale + key, bytes = there < 4 ? static_cast<int>(there) * 4 : 16;
-      } else if (const float* scales = boxes().scales_of(of_box, row); scales != nullptr) {
-        from = scales, bytes = 16;
-      }
-      if (row < kPromptKeys) copy_part(attnops::sm90::smem_address(&shared.scales[stage][row]), from, bytes);
-    }
+    for (int i = 0; i < ceil_div(kPromptKeys, 128); ++i) copy_scales(walk, stage, of_box, 4 * (lane + 32 * i));
     if (lane == 0) {
       const int parts = static_cast<int>(min_of<int64_t>(walk.end - walk.first_key + 63, kPromptKeys)) / 64;
       shared.tiles[stage] = {static_cast<int>(walk.first_key), parts, slot, last};
     }
     attnops::sm90::arrive_after_copies(barrier);
     attnops::sm90::mbarrier_arrive(barrier);
+  }
+
+  // Of four rows of the tile, by all lanes.
+  __device__ void copy_scales(const Walk<PromptTiles>& walk, int stage, const float* of_box, int row) const {
+    const float* from = nullptr;
+    int64_t left = 4;  // that there are
+    if (p.ragged) {
+      from = p.k_scale + walk.first_key + row;
+      left = p.num_keys - walk.first_key - row;
+    } else {
+      from = boxes().scales_of(of_box, row);
+    }
+    if (row >= kPromptKeys) return;
+    float* to = &shared.scales[stage][row];
+    if (left >= 4) {
+      const bool valid = from != nullptr;
+      attnops::sm90::copy16(attnops::sm90::smem_address(to), valid ? static_cast<const void*>(from) : p.pages.data,
+                            valid);
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) copy_word(to + i, i < left ? from + i : p.k_scale, i < left);
   }
 };
 

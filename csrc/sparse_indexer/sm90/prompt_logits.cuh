@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(PromptMultiplier<kHeads, Out>::kThreads + kCop
   extern __shared__ __align__(1024) uint8_t dynamic[];
   __shared__ PromptShared shared;
   const uint32_t keys = smem_address(dynamic), queries = keys + kPromptStages * kPromptKeyBytes;
-  const Groups groups{p, memory};
+  const Groups<PromptTiles> groups{p, memory};
   if (threadIdx.x == 0) {
     for (int i = 0; i < kPromptStages; ++i) {
       mbarrier_init(smem_address(&shared.full[i]), 64);

@@ -13,6 +13,15 @@ inline constexpr int kBlockBytes = kBlockColumns * 128;
 inline constexpr int kKeyBytes = kTileKeys * 128;
 inline constexpr int kMaxStages = 4, kMaxTokens = 64;
 
+// How keys are divided: into tiles of kKeys, the first of which begins at a multiple of kApart. Beginning with a group
+// takes a CTA as long as kStart tiles.
+struct BlockTiles {
+  static constexpr int kKeys = kTileKeys, kApart = 1, kStart = 0;
+};
+struct PromptTiles {
+  static constexpr int kKeys = 192, kApart = 4, kStart = 1;
+};
+
 // A tile of a group: tokens that share their keys.
 struct Tile {
   int first_key;
@@ -25,7 +34,7 @@ struct Seen {
   int64_t column;
 };
 
-// A CTA's tiles among all, one group's after the other, and where they begin.
+// A CTA's tiles, counted from any one on, and where they begin.
 struct Share {
   int64_t begin, end;
   int first_group;
@@ -45,13 +54,14 @@ struct Shared {
 };
 
 // Groups of rows: those of a request, or of all rows of ragged keys, `memory.tokens` at a time.
+template <class Tiles>
 struct Groups {
   const LogitsParams& p;
   const Memory& memory;
 
   __device__ int first_in_request(int group) const { return group % memory.groups_together * memory.tokens; }
   __device__ int first_of_request(int group) const { return group / memory.groups_together * memory.rows_together; }
-  // The keys that some token of the group sees, and up to three in front of them: scales are copied four at a time.
+  // The keys that some token of the group sees, from a multiple of kApart on.
   __device__ KeyRange keys(int group) const {
     KeyRange all{INT64_MAX, 0, 0};
     const int in_request = first_in_request(group), first = first_of_request(group) + in_request;
@@ -59,43 +69,47 @@ struct Groups {
       const KeyRange one = keys_of(p, first + i);
       if (one.end > one.begin) all = {min_of(all.begin, one.begin), max_of(all.end, one.end), 0};
     }
-    all.begin &= ~int64_t{3};
+    all.begin -= all.begin % Tiles::kApart;
     return all;
   }
   __device__ int64_t tiles(int group) const {
     const KeyRange range = keys(group);
-    return range.end <= range.begin ? 0 : ceil_div<uint32_t>(range.end - range.begin, memory.tile_keys);
+    return range.end <= range.begin ? 0 : ceil_div<int64_t>(range.end - range.begin, Tiles::kKeys);
   }
 };
 
-// Every CTA gets the same work: its tiles, and `start_tiles` for each group. To be called by all threads; what it finds
-// is there after the next barrier.
-template <int kThreads>
-__device__ void find_share(const Groups& groups, Share& share) {
-  const int count = groups.memory.groups, each = ceil_div(count, kThreads), extra = groups.memory.start_tiles;
+// Every CTA gets the same work, one tile after the other. To be called by all threads.
+template <int kThreads, class Tiles>
+__device__ void find_share(const Groups<Tiles>& groups, Share& share) {
+  constexpr int kStart = Tiles::kStart;
+  const int count = groups.memory.groups, each = ceil_div(count, kThreads);
   const int begin = min_of<int64_t>(int64_t{each} * static_cast<int>(threadIdx.x), count);
   const int end = min_of<int64_t>(int64_t{begin} + each, count);
   if (threadIdx.x == 0) share.begin = share.end = 0;
   int64_t mine = 0, before = 0;
-  for (int g = begin; g < end; ++g) mine += groups.tiles(g) + extra;
+  for (int g = begin; g < end; ++g) mine += groups.tiles(g) + kStart;
   const int64_t total = block_exclusive_sum<kThreads>(mine, &before);
   const int64_t first = total * blockIdx.x / gridDim.x, last = total * (blockIdx.x + 1) / gridDim.x;
-  const bool has_first = before <= first && first < before + mine, has_last = before < last && last <= before + mine;
-  if (!has_first && !has_last) return;
+  if (kStart == 0 && threadIdx.x == 0) share.end = last - first;
+  const bool has_first = before <= first && first < before + mine;
+  if (!has_first && (kStart == 0 || last <= before || last > before + mine)) return;
   for (int g = begin; g < end; ++g) {
-    const int64_t cost = each == 1 ? mine : groups.tiles(g) + extra;
-    const int64_t tiles_before = before - int64_t{extra} * g;
+    const int64_t cost = each == 1 ? mine : groups.tiles(g) + kStart;
     if (before <= first && first < before + cost) {
       share.first_group = g;
-      share.first_tile = max_of<int64_t>(first - before - extra, 0);
-      share.begin = tiles_before + share.first_tile;
+      share.first_tile = max_of<int64_t>(first - before - kStart, 0);
+      if (kStart == 0) return;
+      share.begin = before - int64_t{kStart} * g + share.first_tile;
     }
-    if (before < last && last <= before + cost) share.end = tiles_before + max_of<int64_t>(last - before - extra, 0);
+    if (kStart > 0 && before < last && last <= before + cost) {
+      share.end = before - int64_t{kStart} * g + max_of<int64_t>(last - before - kStart, 0);
+    }
     before += cost;
   }
 }
 
 // A warp's way through the tiles of its CTA's share. Lane l knows tokens l and l + 32 of the group.
+template <class Tiles>
 struct Walk {
   const LogitsParams& p;
   const Memory& memory;
@@ -108,17 +122,17 @@ struct Walk {
   __device__ int num_rows() const { return min_of(memory.rows_together - in_request, memory.tokens); }
 
   // The first tile of a share that has one.
-  __device__ void start(const Groups& groups, const Share& share) {
+  __device__ void start(const Groups<Tiles>& groups, const Share& share) {
     request = share.first_group / memory.groups_together;
     in_request = groups.first_in_request(share.first_group);
     read_group();
-    first_key = begin + share.first_tile * memory.tile_keys;
-    find_group();
+    first_key = begin + share.first_tile * Tiles::kKeys;
+    if constexpr (Tiles::kStart > 0) find_group();  // the group may have no keys
   }
 
   // The next tile, which there must be.
   __device__ void advance() {
-    first_key += memory.tile_keys;
+    first_key += Tiles::kKeys;
     is_new = false;
     find_group();
   }
@@ -163,7 +177,7 @@ struct Walk {
         end = max_of(end, __shfl_xor_sync(~0u, end, step));
       }
     }
-    begin &= ~int64_t{3};
+    begin -= begin % Tiles::kApart;
     first_key = begin;
   }
 };

@@ -108,7 +108,6 @@ for name in ("logits", "prompt_logits"):
         (r"extern __shared__ __align__\(1024\) uint8_t dynamic\[\];", "uint8_t* dynamic = arena();"),
         (r"__shared__ (\w*Shared) shared;", r"\1& shared = *(\1*)(arena() + kArenaDynamic);"),
     )
-change("sparse_indexer/sm90/prompt_copy.cuh", (r'asm volatile\("cp\.async.*?\);', "model_part(to, from, bytes);"))
 change(
     "sparse_indexer/sm90/copy_boxes.cuh",
     (r'asm volatile\("cp\.async.*?\);', "model_cp(attnops::sm90::smem_address(to), from, 4, valid);"),

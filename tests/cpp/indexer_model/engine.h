@@ -22,10 +22,6 @@ inline void model_cp(uint32_t to, const void* from, int bytes, bool valid) {
   if (to % bytes || (valid && (uintptr_t)from % bytes)) { printf("unaligned\n"); abort(); }
   own_copies[M.current].push_back([=] { if (valid) memcpy(arena() + to, from, bytes); else memset(arena() + to, 0, bytes); });
 }
-inline void model_part(uint32_t to, const void* from, int bytes) {
-  if (to % 16 || (uintptr_t)from % 16 || bytes < 0 || bytes > 16) { printf("unaligned\n"); abort(); }
-  own_copies[M.current].push_back([=] { memset(arena() + to, 0, 16); memcpy(arena() + to, from, bytes); });
-}
 inline void run_engine() { for (size_t i = 0; i < engine.size();) { if (rand() % 3 == 0) { auto j = engine[i].run; engine.erase(engine.begin() + i); j(); } else ++i; } }
 inline float __int2_dummy() { return 0; }
 namespace attnops {
