@@ -70,7 +70,7 @@ def test_page_sizes(dtype, page_size, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("seqlen_q", [2, 3, 4, 8, 11])
+@pytest.mark.parametrize("seqlen_q", [2, 3, 4, 8, 11, 24])
 @pytest.mark.parametrize("heads", [8, 32, 64])
 def test_tokens_of_a_request_see_different_lengths(heads, seqlen_q, device):
     lengths = [[n + i for i in range(seqlen_q)] for n in (0, 253, 600, 64)]
@@ -106,6 +106,38 @@ def test_ragged_rows(dtype, compressed, heads, device):
             at = slice(0, end - start) if compressed else slice(start, end)
             expected[row, at], seen[row, at] = right[row, start:end], True
     check(got, expected, seen, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "dim"), [(64, 128), (33, 64), (32, 128), (16, 128)])
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("odd", [0, 1])
+def test_many_rows_and_keys(odd, dtype, compressed, heads, dim):
+    """Enough for tokens that keys pass; scales on any 4 bytes; and a row has the same bits alone."""
+    rows, count = 203, 2901
+    k, k_scale = keys_of(count, dim)
+    q, weights = queries(rows, heads, dim)
+    starts = [0] * 60 + torch.randint(0, count // 2, (rows - 60,)).tolist()
+    ends = [min(count, s + int(torch.randint(-9, 2500, ()))) for s in starts]
+    starts[-9:], ends[-9:] = [count] * 9, [0] * 9
+    wide_scale = torch.zeros(count + odd, device="cuda")[odd:].copy_(k_scale)
+    bounds = (ints(starts, "cuda"), ints(ends, "cuda"))
+    q, k, weights = (t.to("cuda") for t in (q, k, weights))
+    got = torch.full((rows, count + 3), math.nan, dtype=dtype, device="cuda")
+    ops.index_logits(q, k, wide_scale, weights, *bounds, compressed=compressed, logits=got)
+    right, seen = reference.logits(q.cpu(), k.cpu(), k_scale, weights.cpu()), torch.zeros(got.shape, dtype=torch.bool)
+    expected = torch.zeros(got.shape, dtype=torch.float64)
+    for row, (start, end) in enumerate(zip(starts, ends)):
+        if end > start:
+            at = slice(0, end - start) if compressed else slice(start, end)
+            expected[row, at], seen[row, at] = right[row, start:end], True
+    check(got, expected, seen, dtype)
+    for row in (0, 7, 100):
+        one, alone = slice(row, row + 1), torch.full_like(got[:1], math.nan)
+        given = (q[one], k, wide_scale, weights[one], *(bound[one] for bound in bounds))
+        ops.index_logits(*given, compressed=compressed, logits=alone)
+        assert torch.equal(alone.nan_to_num(), got[one].nan_to_num())
 
 
 @pytest.mark.parametrize("device", DEVICES)

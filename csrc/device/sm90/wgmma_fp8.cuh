@@ -3,8 +3,9 @@
 
 #include "device/sm90/wgmma.cuh"
 
-// Warpgroup products of e4m3 operands, m = 64, n = 64, k = 32, with float32 accumulators. Operands are K-major: rows of
-// 128 bytes under the 128-byte swizzle as device/sm90/wgmma.cuh describes, so a step of k = 32 is kStepKMajor, too.
+// Warpgroup products of e4m3 operands, m = 64, n = 64 or 128, k = 32, with float32 accumulators. Operands are K-major:
+// rows of 128 bytes under the 128-byte swizzle as device/sm90/wgmma.cuh describes, so a step of k = 32 is kStepKMajor,
+// too.
 //
 // The units keep some 13 bits below the largest addend when they accumulate.
 namespace attnops::sm90 {
@@ -27,7 +28,21 @@ __device__ inline void wgmma_e4m3(float (&d)[32], uint64_t a, uint64_t b, int ac
       : "l"(a), "l"(b), "r"(accumulate));
 }
 
-// The same with a in registers: rows lane / 4 and + 8 of the warp's sixteen, bytes 4 (lane % 4) .. + 3 and + 16.
+#define ATTNOPS_D64                                                                                                 \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
+  "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, "  \
+  "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"
+
+// d [64, 128] likewise.
+__device__ inline void wgmma_e4m3(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 " ATTNOPS_D64 ", %64, %65, p, 1, 1;\n}\n"
+      : ATTNOPS_F16(d, 0), ATTNOPS_F16(d, 16), ATTNOPS_F16(d, 32), ATTNOPS_F16(d, 48)
+      : "l"(a), "l"(b), "r"(accumulate));
+}
+
+// d [64, 64] with a in registers: rows lane / 4 and + 8 of the warp's sixteen, bytes 4 (lane % 4) .. + 3 and + 16.
 __device__ inline void wgmma_e4m3(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulate) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"

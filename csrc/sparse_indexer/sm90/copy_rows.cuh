@@ -15,14 +15,14 @@ struct RowCopier {
   Shared& shared;
   uint32_t keys, queries;  // shared-memory addresses
 
-  __device__ void run(const Groups& groups) const {
-    if (shared.num_tiles == 0) return;
-    Walk walk{p, memory};
-    walk.start(groups, shared);
+  __device__ void run(const Groups<BlockTiles>& groups) const {
+    if (shared.share.num_tiles() == 0) return;
+    Walk<BlockTiles> walk{p, memory};
+    walk.start(groups, shared.share);
     const int thread = threadIdx.x - kMultiply;
     int stage = 0, slot = -1;
     uint32_t phase = 1;
-    for (int64_t left = shared.num_tiles;;) {
+    for (int64_t left = shared.share.num_tiles();;) {
       attnops::sm90::mbarrier_wait(attnops::sm90::smem_address(&shared.empty[stage]), phase);
       if (walk.is_new) {
         if (++slot == memory.stages) slot = 0;
@@ -59,7 +59,7 @@ struct RowCopier {
     }
   }
 
-  __device__ void copy_queries(const Walk& walk, int slot) const {
+  __device__ void copy_queries(const Walk<BlockTiles>& walk, int slot) const {
     const int thread = threadIdx.x - kMultiply, chunk = thread % 8;
     for (int i = thread / 8; i < memory.blocks * kBlockColumns; i += kThreads / 8) {
       const int token = i / kHeads, head = i % kHeads;
@@ -77,7 +77,7 @@ struct RowCopier {
     const uint8_t* key;
     const float* scale;
   };
-  __device__ Source find(const Walk& walk, int64_t key, bool reports) const {
+  __device__ Source find(const Walk<BlockTiles>& walk, int64_t key, bool reports) const {
     if (key >= walk.end) return {nullptr, nullptr};
     if (p.ragged) return {p.k + key * p.stride_k, p.k_scale + key};
     const int64_t cell = page_of(key, p.pages.page_size, p.pages.page_shift);
@@ -88,7 +88,7 @@ struct RowCopier {
   }
 
   // A thread finds the two rows of its place in both halves of a tile; eight lanes then bring each.
-  __device__ void copy_keys(const Walk& walk, int stage) const {
+  __device__ void copy_keys(const Walk<BlockTiles>& walk, int stage) const {
     const int thread = threadIdx.x - kMultiply, lane = thread % 32, chunk = thread % 8;
     static_assert(kTileKeys == 2 * kThreads);
     Source sources[2];

@@ -4,6 +4,7 @@
 #include "device/common/vec.h"
 #include "device/sm90/tensor_map.h"
 #include "sparse_indexer/sm90/logits.cuh"
+#include "sparse_indexer/sm90/prompt_logits.cuh"
 
 namespace attnops::sparse_indexer::sm90 {
 
@@ -38,7 +39,8 @@ Maps make_maps(const LogitsParams& p, const Memory& memory) {
                                extent(map_stride(p.num_rows, p.stride_token))};
   const uint32_t box[3] = {128, kHeads, kBlockColumns / kHeads};
   const uint64_t stride_k = extent(map_stride(p.num_keys, p.stride_k));
-  const MapGeometry ragged{kBytes, p.k, {dim, extent(p.num_keys), 1}, {stride_k, stride_k}, 64};
+  const MapGeometry ragged{
+      kBytes, p.k, {dim, extent(p.num_keys), 1}, {stride_k, stride_k}, static_cast<uint32_t>(memory.box_rows)};
   const MapGeometry paged{kBytes,
                           p.pages.data,
                           {dim, extent(p.pages.page_size), extent(p.pages.num_pages)},
@@ -52,6 +54,28 @@ void launch_kernel(const LogitsParams& p, const Memory& memory, const Maps& maps
   const int bytes = memory.stages * (kKeyBytes + memory.blocks * kBlockBytes);
   launch_dependent<&index_logits_kernel<kHeads, kAhead, Copier>>(
       "index_logits", {device_sms("index_logits"), kThreads, bytes, kMostBytes}, stream, p, memory, maps);
+}
+
+// Whether groups are full, but for one in ten tokens; scales come 16 bytes at a time.
+inline bool is_prompt(const LogitsParams& p, const Memory& memory) {
+  const int64_t places = int64_t{memory.groups_together} * memory.tokens;
+  return memory.blocks == kMaxBlocks && places * 9 <= int64_t{memory.rows_together} * 10 &&
+         (!p.ragged || rows_aligned(p.k_scale, 4, 16));
+}
+
+template <int kHeads>
+void launch_prompt(const LogitsParams& p, Memory memory, cudaStream_t stream) {
+  memory.box_rows = p.ragged ? 64 : min_of(memory.box_rows, 64);
+  memory.box_shift = 0;
+  while (1 << memory.box_shift < memory.box_rows) ++memory.box_shift;
+  const Maps maps = make_maps<kHeads>(p, memory);
+  const auto launch = [&]<typename Out>(Out) {
+    launch_dependent<&prompt_logits_kernel<kHeads, Out>>(
+        "index_logits",
+        {device_sms("index_logits"), PromptMultiplier<kHeads, Out>::kThreads + kCopy, kPromptBytes, kPromptBytes},
+        stream, p, memory, maps);
+  };
+  p.bf16 ? launch(__nv_bfloat16{}) : launch(float{});
 }
 
 // Of a group: as many as there is room for, but prompts of few rows and keys leave no multiprocessor idle for it.
@@ -79,6 +103,9 @@ void launch_heads(const LogitsParams& p, cudaStream_t stream) {
   memory.box_rows = box_rows_of(p);
   while (1 << memory.box_shift < memory.box_rows) ++memory.box_shift;
   if (memory.box_rows > 0) {
+    if constexpr (kHeads >= 32) {
+      if (is_prompt(p, memory)) return launch_prompt<kHeads>(p, memory, stream);
+    }
     const Maps maps = make_maps<kHeads>(p, memory);
     memory.blocks > 1 ? launch_kernel<kHeads, true, BoxCopier>(p, memory, maps, stream)
                       : launch_kernel<kHeads, false, BoxCopier>(p, memory, maps, stream);

@@ -36,7 +36,7 @@ class Multiplier {
     int stage = 0;
     uint32_t phase = 0;
 #pragma unroll 1
-    for (int64_t left = shared_.num_tiles; left > 0; --left) {
+    for (int64_t left = shared_.share.num_tiles(); left > 0; --left) {
       mbarrier_wait(smem_address(&shared_.full[stage]), phase);
       if constexpr (kGathered) fence_async_proxy();  // rows arrive by ordinary writes
       const Tile tile = shared_.tiles[stage];
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) uint8_t dynamic[];
   __shared__ Shared shared;
   const uint32_t keys = smem_address(dynamic), queries = keys + memory.stages * kKeyBytes;
-  const Groups groups{p, memory};
+  const Groups<BlockTiles> groups{p, memory};
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < memory.stages; ++stage) {
       mbarrier_init(smem_address(&shared.full[stage]), 2 * kCopying);
@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       report_row(p, row);
     }
   }
-  find_share(groups, shared);
+  find_share<kThreads>(groups, shared.share);
   __syncthreads();
   if (threadIdx.x >= kMultiply) {
     if constexpr (kAhead) registers_decrease<kCopierRegisters>();

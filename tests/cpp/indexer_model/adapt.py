@@ -102,11 +102,12 @@ for name in ("topk_select", "stream"):
             "uint8_t* memory = (uint8_t*)Cluster::aligned_of_(cta_());",
         ),
     )
-change(
-    "sparse_indexer/sm90/logits.cuh",
-    (r"extern __shared__ __align__\(1024\) uint8_t dynamic\[\];", "uint8_t* dynamic = arena();"),
-    ("__shared__ Shared shared;", "Shared& shared = *(Shared*)(arena() + kArenaDynamic);"),
-)
+for name in ("logits", "prompt_logits"):
+    change(
+        f"sparse_indexer/sm90/{name}.cuh",
+        (r"extern __shared__ __align__\(1024\) uint8_t dynamic\[\];", "uint8_t* dynamic = arena();"),
+        (r"__shared__ (\w*Shared) shared;", r"\1& shared = *(\1*)(arena() + kArenaDynamic);"),
+    )
 change(
     "sparse_indexer/sm90/copy_boxes.cuh",
     (r'asm volatile\("cp\.async.*?\);', "model_cp(attnops::sm90::smem_address(to), from, 4, valid);"),

@@ -4,7 +4,7 @@
 #include <map>
 #include <deque>
 #include <string>
-constexpr int kArenaDynamic = 196608 + 0; constexpr int kArena = kArenaDynamic + 20480;
+constexpr int kArenaDynamic = 212992; constexpr int kArena = kArenaDynamic + 20480;
 inline int g_sms = 3;
 alignas(1024) inline unsigned char g_arena[kArena];
 inline unsigned char* arena() { return g_arena; }
@@ -30,6 +30,7 @@ inline uint32_t smem_address(const void* p) { auto d = (const unsigned char*)p -
 inline void mbarrier_init(uint32_t a, int n) { bars[a] = {n, n, 0, 0}; }
 inline void mbarrier_init_fence() {}
 inline void mbarrier_arrive(uint32_t a) { arrive_bar(a); }
+inline void mbarrier_arrive_if(uint32_t a, bool yes) { if (yes) arrive_bar(a); }
 inline void mbarrier_wait(uint32_t a, uint32_t parity) { while ((bars.at(a).phase & 1) != (parity ^ 1)) yield_(); if (rand() % 4 == 0) yield_(); }
 inline void fence_async_proxy() {}
 template <int k> void registers_increase() {} template <int k> void registers_decrease() {}
@@ -80,6 +81,16 @@ inline void wgmma_e4m3(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int a
     const int n = 8 * j + lane_() % 4 * 2 + e; float s0 = 0, s1 = 0;
     for (int k = 0; k < 32; ++k) { uint32_t at = uint32_t(b << 4) + n / 8 * 1024 + n % 8 * 128 + k; at ^= (at >> 7 & 7) << 4; const float q = e4m3(arena()[at]); s0 += row[0][k] * q; s1 += row[1][k] * q; }
     float& x = d[4 * j + e]; float& y = d[4 * j + 2 + e]; x = (accumulate ? x : 0) + s0; y = (accumulate ? y : 0) + s1;
+  }
+}
+// Both factors in shared memory: 2 * kCount columns.
+template <int kCount> void wgmma_e4m3(float (&d)[kCount], uint64_t a, uint64_t b, int accumulate) {
+  const auto byte = [](uint64_t from, int row, int k) { uint32_t at = uint32_t(from << 4) + row / 8 * 1024 + row % 8 * 128 + k; return e4m3(arena()[at ^ (at >> 7 & 7) << 4]); };
+  const int first = M.current / 32 % 4 * 16 + lane_() / 4;
+  for (int i = 0; i < kCount; ++i) {
+    const int row = first + i / 2 % 2 * 8, column = i / 4 * 8 + lane_() % 4 * 2 + i % 2; float sum = 0;
+    for (int k = 0; k < 32; ++k) sum += byte(a, row, k) * byte(b, column, k);
+    d[i] = (accumulate ? d[i] : 0) + sum;
   }
 }
 }  // namespace sm90
