@@ -68,9 +68,15 @@ def problem_of(form: str, dtype: torch.dtype, head_dim: int, head_dim_v: int):
         options["kv_dtype"] = FP8
     if "gather" in form:  # few rows share a tile as they do in the long shape, so short calls may gather
         problem = paged_problem([130, 90], [3, 2], page_size=3, **options)
-        problem = dataclasses.replace(problem, v_pages=problem.v_pages[..., :head_dim_v])
+        values = {name: getattr(problem, name)[..., :head_dim_v] for name in ("v_pages", "v_exact")}
+        problem = dataclasses.replace(problem, **values)
+    elif form == "whole_rows":  # a tile is more boxes of a chunk than of eight keys with all columns
+        problem = paged_problem([300, 200], [130, 90], page_size=24, **options)
+        values = {name: getattr(problem, name)[..., :head_dim_v] for name in ("v_pages", "v_exact")}
+        problem = dataclasses.replace(problem, **values)
     else:
-        mean = {"short": 90, "short_one_tile": 45, "one_tile": 100 if head_dim_v <= 128 else 30}.get(form, 200)
+        wide = head_dim_v > 128
+        mean = {"short": 90, "short_one_tile": 30 if wide else 45, "one_tile": 30 if wide else 100}.get(form, 200)
         lengths = [mean - 5, mean + 5] * (48 if form == "one_tile" else 1)
         problem = ragged_problem(lengths, head_dim_v=head_dim_v, padding=0, **options)
     problem = problem.to("cuda")

@@ -11,6 +11,7 @@ FORMS = {
     "kBoxes": "",
     "kGather": "gather_",
     "kOneTile": "one_tile_",
+    "kWholeRows": "whole_rows_",
     "kFp8Keys": "fp8_keys_",
     "kFp8KeysGather": "fp8_keys_gather_",
     "kShort": "short_",
@@ -28,7 +29,9 @@ def forms_of(text: str) -> set[str]:
     forms |= {"kFp8Keys", "kFp8KeysGather"}
     if ".warpgroups = 3" not in text:
         forms.add("kOneTile")
-    if ".ctas = 2" in text:
+    if not re.search(r"head_dim_qk = (64|96),", text):
+        forms.add("kWholeRows")
+    if ".ctas = 2" in text or ".lone = true" in text:
         forms |= {"kShort", "kShortGather", "kShortOneTile"}
     return forms
 

@@ -70,6 +70,25 @@ __device__ inline void copy_box_to_ctas(uint32_t shared, const CUtensorMap* map,
       : "memory");
 }
 
+// The same of a 5-dimensional tensor map.
+__device__ inline void copy_box(uint32_t shared, const CUtensorMap* map, uint32_t barrier, int x, int y, int z, int w,
+                                int v) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, "
+      "%7}], [%2];" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v)
+      : "memory");
+}
+
+__device__ inline void copy_box_to_ctas(uint32_t shared, const CUtensorMap* map, uint32_t barrier, int x, int y, int z,
+                                        int w, int v, int ctas) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
+      "{%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v), "h"(static_cast<uint16_t>(ctas))
+      : "memory");
+}
+
 // The same under a cache policy.
 __device__ inline void copy_box(uint32_t shared, const CUtensorMap* map, uint32_t barrier, int x, int y, int z, int w,
                                 uint64_t policy) {

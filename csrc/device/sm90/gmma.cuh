@@ -97,9 +97,10 @@ __device__ __forceinline__ uint32_t chunk_operand(uint32_t address) {
   return __shfl_sync(0xffffffffu, kLeading | ((address & 0x3FFFF) >> 4), 0);
 }
 
-// The descriptor: groups of eight rows lie 1 KB apart.
+// The descriptor: groups of eight rows lie 1 KB apart, or kGroupBytes.
+template <int kGroupBytes = 1024>
 __device__ __forceinline__ uint64_t chunk_descriptor(uint32_t operand) {
-  constexpr uint32_t kHigh = 1u << 30 | 1024 >> 4;
+  constexpr uint32_t kHigh = 1u << 30 | kGroupBytes >> 4;
   uint64_t descriptor;
   asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(operand), "n"(kHigh));
   return descriptor;

@@ -33,8 +33,9 @@ class Consumer {
   static constexpr bool kConverts = !Tr::kFp8 && !std::is_same_v<T, typename Tr::Caller>;  // queries
   static constexpr bool kHasOnly = Tr::kFewKeys > 0 && !kFence;  // a path for works of one tile
   static constexpr Shape kShape = Tr::kShape;
-  static constexpr int kVRows = Tr::kFp8 ? Tr::kHeadDimV : Tr::kKeys;    // of a chunk of values in shared memory
-  static constexpr int kProbabilities = Tr::kKeys * int{sizeof(T)} / 8;  // registers
+  static constexpr int kVRows = Tr::kFp8 ? Tr::kHeadDimV : Tr::kChunkRows;  // of a chunk of values in shared memory
+  static constexpr int kVStep = 2 * Tr::kVGroupBytes >> 4;                  // sixteen keys
+  static constexpr int kProbabilities = Tr::kKeys * int{sizeof(T)} / 8;     // registers
 
   __device__ __forceinline__ Consumer(const Params& p, const Schedule& s, char* base)
       : p_(p),
@@ -45,7 +46,7 @@ class Consumer {
         lane_(threadIdx.x % 32),
         warp_(threadIdx.x / 32 % 4),
         everywhere_(hopper::address_in(shared_, lane_ < s.cluster ? lane_ : 0)),
-        k_operand_(hopper::chunk_operand<Tr::kKeys>(shared_ + Layout::kK)),
+        k_operand_(hopper::chunk_operand<Tr::kChunkRows>(shared_ + Layout::kK)),
         v_operand_(hopper::chunk_operand<kVRows>(shared_ + Layout::kV)) {}
 
   // Until no work is left. Returns how many pieces the plan has.
@@ -219,7 +220,8 @@ class Consumer {
 #pragma unroll
     for (int step = 0; step < kColumns / 16; ++step) {
       hopper::gmma<T, hopper::kRowsAreK>(out_, probabilities + 4 * step,
-                                         hopper::chunk_descriptor(v_operand_ + step * hopper::kStepMnMajor), step != 0);
+                                         hopper::chunk_descriptor<Tr::kVGroupBytes>(v_operand_ + step * kVStep),
+                                         step != 0);
     }
     hopper::wgmma_commit();
     prepare(w, true);
@@ -243,7 +245,8 @@ class Consumer {
       const int chunk = step / 4, inside = step % 4 * hopper::kStepKMajor;
       hopper::gmma<T, hopper::kRowsAreN>(
           scores, hopper::chunk_descriptor(q_operand_ + (chunk * Tr::kRows * 128 >> 4) + inside),
-          hopper::chunk_descriptor(k_operand_ + (chunk * Tr::kKeys * 128 >> 4) + inside), step != 0);
+          hopper::chunk_descriptor<Tr::kKGroupBytes>(k_operand_ + (chunk * Tr::kChunkRows * 128 >> 4) + inside),
+          step != 0);
     }
     hopper::wgmma_commit();
   }
@@ -257,7 +260,7 @@ class Consumer {
                                            hopper::chunk_descriptor(v_operand_ + inside), accumulate || step != 0);
       } else {
         hopper::gmma<T, hopper::kRowsAreK>(out_, probabilities_ + 4 * step,
-                                           hopper::chunk_descriptor(v_operand_ + step * hopper::kStepMnMajor),
+                                           hopper::chunk_descriptor<Tr::kVGroupBytes>(v_operand_ + step * kVStep),
                                            accumulate || step != 0);
       }
     }
@@ -277,7 +280,7 @@ class Consumer {
   __device__ __forceinline__ void release_keys() {
     release_stage(Layout::kKEmpty + 8 * k_ring_.stage);
     k_ring_.advance();
-    k_operand_ = hopper::chunk_operand<Tr::kKeys>(shared_ + Layout::kK + k_ring_.stage * Tr::kKBytes);
+    k_operand_ = hopper::chunk_operand<Tr::kChunkRows>(shared_ + Layout::kK + k_ring_.stage * Tr::kKBytes);
   }
 
   __device__ __forceinline__ void release_values() {
@@ -287,10 +290,13 @@ class Consumer {
   }
 
   // The assembler would move the wait for the values ahead of the exponentials that are to hide it. It does not move it
-  // across a loop: here one on a barrier whose phase is over.
+  // across a loop: here one on a barrier whose phase is over. At head dim 256 it would move exponentials across, but
+  // for an address that depends on their sums, which are never negative.
   __device__ __forceinline__ void keep_before_wait() {
     hopper::pin(scores_);
-    hopper::mbarrier_wait(shared_ + Layout::kVFull + 8 * v_ring_.stage, v_ring_.phase);
+    uint32_t full = shared_ + Layout::kVFull + 8 * v_ring_.stage;
+    if constexpr (Tr::kHeadDimV > 192 && !Tr::kFp8) full += rows_.sum[0] + rows_.sum[1] < 0.f ? 8 : 0;
+    hopper::mbarrier_wait(full, v_ring_.phase);
   }
 
   template <Tile kTile>

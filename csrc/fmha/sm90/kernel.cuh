@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kShape.ctas)
   }
   // What can be done before the kernels ahead are done costs nothing.
   if (threadIdx.x < 128) {
-    hopper::registers_decrease<Tr::kProducerRegisters>();
+    if constexpr (Tr::kTradesRegisters) hopper::registers_decrease<Tr::kProducerRegisters>();
     const FirstReads first(p, s);
     wait_for_earlier_kernels();
     if (threadIdx.x / 32 == 3) first.prefetch();
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kShape.ctas)
     }
     clear_padding<typename Tr::Out>(p);
   } else {
-    hopper::registers_increase<Tr::kConsumerRegisters>();
+    if constexpr (Tr::kTradesRegisters) hopper::registers_increase<Tr::kConsumerRegisters>();
     wait_for_earlier_kernels();
     let_next_kernel_start();
     const int pieces = Consumer<Tr, kByRows>(p, s, base).run();

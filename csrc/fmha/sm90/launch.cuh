@@ -94,6 +94,14 @@ CUtensorMap key_map(const Params& p, const Schedule& s, const void* base, int he
   const int64_t tokens = p.paged ? p.page_table.page_size : p.num_k_tokens,
                 pages = p.paged ? p.page_table.num_pages : 1;
   if (s.box_keys == 0 || tokens == 0 || pages == 0) return {};
+  if constexpr (Tr::kWholeRows) {
+    const cuuint64_t extents[5] = {64, extent(tokens), extent(head_dim / 64), extent(p.num_kv_heads), extent(pages)};
+    const cuuint64_t strides[4] = {byte_stride(stride_token, tokens, p.kv_dtype), 128,
+                                   byte_stride(stride_head, p.num_kv_heads, p.kv_dtype),
+                                   byte_stride(stride_page, pages, p.kv_dtype)};
+    const cuuint32_t box[5] = {64, static_cast<cuuint32_t>(s.box_keys), static_cast<cuuint32_t>(chunks), 1, 1};
+    return attnops::sm90::encode_tensor_map(p.kv_dtype, base, 5, extents, strides, box);
+  }
   const cuuint64_t extents[4] = {extent(head_dim), extent(tokens), extent(p.num_kv_heads), extent(pages)};
   const cuuint64_t strides[3] = {byte_stride(stride_token, tokens, p.kv_dtype),
                                  byte_stride(stride_head, p.num_kv_heads, p.kv_dtype),
@@ -120,11 +128,17 @@ void launch_kernel(const Params& p, const Schedule& s, cudaStream_t stream) {
 
 // Short calls have a shape of their own: half of the rows and keys, and two CTAs an SM. Where fewer heads then share a
 // tile, keys are read oftener: twice where they come in boxes, or more of them by few works. Rows are gathered once.
-// A call of few rows has all heads of a group in a tile.
+// A call of few rows has all heads of a group in a tile. Where a CTA has an SM alone, it gains where all works run at
+// once.
 template <class Tr, class Short>
 bool suits_short(const Params& p) {
   constexpr int kFewWorks = 132;
   if (!is_short(p)) return false;
+  if constexpr (Short::kShape.lone) {
+    if (p.kv_dtype != p.dtype || !is_short(p, 512)) return false;
+    const int64_t tiles = min_of(int64_t{p.num_tiles}, p.num_q_tokens / p.tile_q + p.batch_size);
+    return tiles * make_schedule<Short>(p).works_per_tile <= kFewWorks;
+  }
   if (has_few_rows(p, Short::kRows)) return true;
   const Schedule s = make_schedule<Tr>(p), small = make_schedule<Short>(p);
   if (small.box_keys == 0) return small.blocks_per_group == s.blocks_per_group;
@@ -136,6 +150,15 @@ template <class Tr>
 bool suits_one_tile(const Params& p) {
   if constexpr (Tr::kHasOneTile) {
     return has_one_tile(p, Tr::kKeys, Tr::kHeadDimV) && schedule_of(p, Tr::kRows, 1).plain != 0;
+  }
+  return false;
+}
+
+// Whether boxes of eight keys with whole rows are fewer than boxes of a chunk. Each costs a warp and the copy engine.
+template <class Tr>
+bool suits_whole_rows(const Params& p) {
+  if constexpr (Tr::kHasWholeRows) {
+    return p.paged && box_keys_of<Tr>(p) < 8 * Tr::kQkChunks && (p.head_dim_qk | p.head_dim_v) % 64 == 0;
   }
   return false;
 }
@@ -154,7 +177,8 @@ Form form_of(const Params& p) {
     if (p.kv_dtype != p.dtype) return box_keys_of<typename Tr::Narrow>(p) == 0 ? Form::kFp8KeysGather : Form::kFp8Keys;
   }
   if (box_keys_of<Tr>(p) == 0) return Form::kGather;
-  return suits_one_tile<Tr>(p) ? Form::kOneTile : Form::kBoxes;
+  if (suits_one_tile<Tr>(p)) return Form::kOneTile;
+  return suits_whole_rows<Tr>(p) ? Form::kWholeRows : Form::kBoxes;
 }
 
 template <class Tr>
@@ -175,6 +199,13 @@ void launch_one_tile(const Params& p, cudaStream_t stream) {
   launch_kernel<OneTile, false>(p, s, stream);
 }
 
+template <class Tr>
+void launch_whole_rows(const Params& p, cudaStream_t stream) {
+  Schedule s = make_schedule<Tr>(p);
+  s.box_keys = 8;
+  launch_kernel<typename Tr::WholeRows, false>(p, s, stream);
+}
+
 // Of a form that `form_of` gives for such a call.
 template <class Tr, class Short = void>
 void launch_form(Form form, const Params& p, cudaStream_t stream) {
@@ -183,6 +214,9 @@ void launch_form(Form form, const Params& p, cudaStream_t stream) {
   if (form == Form::kGather) return launch_gather<Tr>(p, stream);
   if constexpr (Tr::kHasOneTile) {
     if (form == Form::kOneTile) return launch_one_tile<Tr>(p, stream);
+  }
+  if constexpr (Tr::kHasWholeRows) {
+    if (form == Form::kWholeRows) return launch_whole_rows<Tr>(p, stream);
   }
   if constexpr (!Tr::kFp8) {
     if (form == Form::kFp8Keys) return launch_boxes<typename Tr::Narrow>(p, stream);

@@ -6,9 +6,20 @@ struct CUstream_st;
 namespace attnops::fmha::sm90 {
 
 // The kernels of an instantiation: all of its head dims and of its type of queries. Each is a row of impls.cpp.
-// Gather: keys come row by row, else in boxes. One tile: works have one tile of keys as a rule. FP8 keys: e4m3 under
-// 16-bit queries. Short: calls of few products, whose gathered keys may be e4m3, too.
-enum class Form { kBoxes, kGather, kOneTile, kFp8Keys, kFp8KeysGather, kShort, kShortGather, kShortOneTile };
+// Gather: keys come row by row, else in boxes. One tile: works have one tile of keys as a rule. Whole rows: a box has
+// all columns of eight keys. FP8 keys: e4m3 under 16-bit queries. Short: calls of few products, whose gathered keys may
+// be e4m3, too.
+enum class Form {
+  kBoxes,
+  kGather,
+  kOneTile,
+  kWholeRows,
+  kFp8Keys,
+  kFp8KeysGather,
+  kShort,
+  kShortGather,
+  kShortOneTile
+};
 
 // What one file of instantiations/ has. The form follows from what the host knows of a call: form_of in launch.cuh.
 struct Kernels {

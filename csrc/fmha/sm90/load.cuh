@@ -281,14 +281,15 @@ class ProducerBase {
   __device__ __forceinline__ void bring_boxes(const Work& w, int tile, int lane_page, const CUtensorMap* map,
                                               uint32_t destination, uint32_t empty, uint32_t phase, uint32_t full,
                                               int begin, int end) {
-    constexpr int kMost = ceil_div(Tr::kKeys / 8 * kChunks, 32);  // boxes of a lane
+    constexpr int kAcross = Tr::kWholeRows ? 1 : kChunks;         // boxes of the same keys
+    constexpr int kMost = ceil_div(Tr::kKeys / 8 * kAcross, 32);  // boxes of a lane
     const int lane = tid_ % 32, first_key = w.place_of(tile) * Tr::kKeys;
     int page[kMost], token[kMost], row[kMost];
     unsigned wanted[kMost];
     int boxes = 0;
 #pragma unroll
     for (int n = 0; n < kMost; ++n) {
-      const int box = (lane + 32 * n) / kChunks, key = first_key + box * s_.box_keys;
+      const int box = (lane + 32 * n) / kAcross, key = first_key + box * s_.box_keys;
       row[n] = box * s_.box_keys;
       token[n] = w.first_k_token + key;
       if (p_.paged) token[n] -= s_.page_size.divide(token[n]) * p_.page_table.page_size;
@@ -297,11 +298,20 @@ class ProducerBase {
       boxes += __popc(wanted[n]);
     }
     hopper::mbarrier_wait(empty, phase);
-    if (lane == 0) hopper::mbarrier_arrive_expect(full, boxes * s_.box_keys * 128);
+    if (lane == 0) hopper::mbarrier_arrive_expect(full, boxes * s_.box_keys * (kChunks / kAcross * 128));
     __syncwarp();
 #pragma unroll
     for (int n = 0; n < kMost; ++n) {
       if (!(wanted[n] >> lane & 1)) continue;
+      if constexpr (Tr::kWholeRows) {
+        const uint32_t to = destination + row[n] * (kChunks * 128);
+        if (s_.cluster == 1) {
+          hopper::copy_box(to, map, full, 0, token[n], 0, w.kv_head, page[n]);
+        } else if (lane % 2 == rank_) {
+          hopper::copy_box_to_ctas(to, map, full, 0, token[n], 0, w.kv_head, page[n], 3);
+        }
+        continue;
+      }
       const int c = (lane + 32 * n) % kChunks;
       const uint32_t to = destination + c * Tr::kKeys * 128 + row[n] * 128;
       if (s_.cluster == 1) {
@@ -362,8 +372,8 @@ class ProducerBase {
       if (key >= w.key_begin && key < w.key_end && is_seen(w, key)) continue;
 #pragma unroll
       for (int i = 0; i < Tr::kVChunks * 8; ++i) {
-        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(values + i / 8 * Tr::kKeys * 128 +
-                                                                      hopper::swizzled(row, i % 8)),
+        const int at = hopper::swizzled(row, i % 8) + row / 8 * (Tr::kVGroupBytes - 1024);
+        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(values + i / 8 * Tr::kChunkRows * 128 + at),
                      "r"(0)
                      : "memory");
       }

@@ -79,13 +79,13 @@ class RowProducer : RowLookups<Tr> {
 
   // Others are made wide by a producer of their own.
   static __device__ __forceinline__ bool is_narrow(const Params& p) {
-    return Tr::kShort && p.kv_dtype == DType::kFloat8E4M3;
+    return Tr::kWidensRows && p.kv_dtype == DType::kFloat8E4M3;
   }
   // Arrivals for a tile.
   static __device__ __forceinline__ int arrivals(const Params& p) { return is_narrow(p) ? 4 : 128; }
 
   __device__ __forceinline__ void run() {
-    if constexpr (Tr::kShort) {
+    if constexpr (Tr::kWidensRows) {
       if (is_narrow(p_)) return run_as<true>();
     }
     run_as<false>();

@@ -35,22 +35,17 @@ struct PieceOfRow {
   }
 };
 
-// Begins to copy this lane's pieces of a tile: 16-bit rows, or e4m3 rows that `widen_pieces` finishes. Eight e4m3 lie
-// at the place of the eight wide values that the same lane makes of them. Several rows are asked of other lanes before
-// any is copied: a lane would wait for each, and for the copies before it to read their addresses.
-template <class Tr, int kChunks, bool kNarrow>
-__device__ __forceinline__ void copy_pieces(const void* pool, uint32_t unit, uint32_t looked_up, int head_dim,
-                                            uint32_t tile, const PieceOfRow& piece) {
+// The same for rows as wide as the tile (kWhole), or for others, whose last columns become zeros.
+template <class Tr, int kChunks, bool kNarrow, bool kWhole>
+__device__ __forceinline__ void copy_rows(const char* source, uint32_t unit, uint32_t looked_up, int head_dim,
+                                          uint32_t own, int number, int group) {
   constexpr int kBytes = kNarrow ? 8 : 16, kPasses = Tr::kKeys / kRowsOfPass, kAtOnce = kNarrow ? 1 : 4;
-  const char* source = static_cast<const char*>(pool) + piece.number * kBytes;
-  asm volatile("" : "+l"(source));  // one addend of all addresses
-  const uint32_t own = tile + piece.byte;
 #pragma unroll
   for (int first = 0; first < kPasses; first += kAtOnce) {
     uint32_t place[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce && first + i < kPasses; ++i) {
-      place[i] = __shfl_sync(0xffffffffu, looked_up, 4 * (first + i) + piece.group);
+      place[i] = __shfl_sync(0xffffffffu, looked_up, 4 * (first + i) + group);
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce && first + i < kPasses; ++i) {
@@ -58,7 +53,7 @@ __device__ __forceinline__ void copy_pieces(const void* pool, uint32_t unit, uin
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
         const uint32_t to = own + (first + i) * kRowsOfPass * 128 + c * Tr::kKeys * 128;
-        const bool exists = place[i] != kNobody && (c * 8 + piece.number) * 8 < head_dim;
+        const bool exists = place[i] != kNobody && (kWhole || (c * 8 + number) * 8 < head_dim);
         if constexpr (kNarrow) {
           hopper::copy8(to, from + c * 8 * kBytes, exists);
         } else {
@@ -66,6 +61,26 @@ __device__ __forceinline__ void copy_pieces(const void* pool, uint32_t unit, uin
         }
       }
     }
+  }
+}
+
+// Begins to copy this lane's pieces of a tile: 16-bit rows, or e4m3 rows that `widen_pieces` finishes. Eight e4m3 lie
+// at the place of the eight wide values that the same lane makes of them. Several rows are asked of other lanes before
+// any is copied: a lane would wait for each, and for the copies before it to read their addresses.
+template <class Tr, int kChunks, bool kNarrow>
+__device__ __forceinline__ void copy_pieces(const void* pool, uint32_t unit, uint32_t looked_up, int head_dim,
+                                            uint32_t tile, const PieceOfRow& piece) {
+  // Kernels that would spill make lanes and addresses anew for each tile, by a few instructions.
+  constexpr bool kAnew = Tr::kShort || Tr::kHeadDimV > 128;
+  int number = piece.number, group = piece.group;
+  if constexpr (kAnew) asm volatile("" : "+r"(number), "+r"(group));
+  const char* source = static_cast<const char*>(pool) + number * (kNarrow ? 8 : 16);
+  asm volatile("" : "+l"(source));  // one addend of all addresses
+  const uint32_t own = tile + piece.byte;
+  if (kAnew && !kNarrow && head_dim == 64 * kChunks) {
+    copy_rows<Tr, kChunks, kNarrow, true>(source, unit, looked_up, head_dim, own, number, group);
+  } else {
+    copy_rows<Tr, kChunks, kNarrow, false>(source, unit, looked_up, head_dim, own, number, group);
   }
 }
 

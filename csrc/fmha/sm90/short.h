@@ -14,13 +14,12 @@ inline bool has_few_rows(const Params& p, int rows) {
 
 // Whether a call has so few products that a CTA's way to its first tile and from its last one binds, by what the host
 // knows of it. Ragged requests are taken to be alike in length. The bounds are by measurement: docs/log/fmha_sm90.md.
-inline bool is_short(const Params& p) {
-  constexpr int64_t kMostKeys = 1024;
+inline bool is_short(const Params& p, int64_t most_keys = 1024) {
   constexpr double kMostFlops = 2.5e9, kMostFlopsOfNarrow = 0.6e9;  // to head dim 64
   if (!may_have_short_shape(p) || (p.paged && p.page_table.kv_indptr != nullptr)) return false;
   const int64_t keys =
       p.paged ? p.page_table.max_pages * p.page_table.page_size : ceil_div(p.num_k_tokens, int64_t{p.batch_size});
-  if (keys > kMostKeys) return false;
+  if (keys > most_keys) return false;
   const bool narrow = max_of(p.head_dim_qk, p.head_dim_v) <= 64;
   const double pairs = static_cast<double>(p.num_q_tokens) * static_cast<double>(keys) / (p.causal ? 2 : 1);
   return 2 * pairs * p.num_q_heads * (p.head_dim_qk + p.head_dim_v) < (narrow ? kMostFlopsOfNarrow : kMostFlops);

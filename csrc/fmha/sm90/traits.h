@@ -20,6 +20,8 @@ struct Shape {
   bool turns = true;           // warpgroups issue their products one after another
   int ctas = 1;                // that share an SM
   bool one_tile = false;       // works of one tile have a path of their own, and are told of several at once
+  bool whole_rows = false;     // boxes have eight keys, with all of their columns
+  bool lone = false;           // for short calls, one CTA an SM: threads have all registers that there may be
 };
 
 // What tiles may take of an SM's shared memory, divided among its CTAs: it keeps 1 KiB for each, the base is rounded up
@@ -36,6 +38,15 @@ constexpr int narrow_tile_bytes(const Shape& s) {
   return max_of(chunks_of(s.head_dim_qk), chunks_of(s.head_dim_v)) * s.keys * 64;
 }
 
+// Beside a softmax under values of head dim 256, 40 registers are left to who brings tiles. Boxes need no more; rows,
+// and works that are told of together, take 56.
+constexpr Shape with_registers_for_bringing(Shape s) {
+  if (s.head_dim_v <= 192 || s.lone) return s;
+  s.overlap = false;
+  s.registers = min_of(s.registers, 224);
+  return s;
+}
+
 // For e4m3 keys: as many of them as leave room for two tiles as they come. Who brings them needs some 70 registers.
 constexpr Shape of_narrow(Shape s) {
   s.registers = min_of(s.registers, 216);
@@ -47,8 +58,9 @@ constexpr Shape of_narrow(Shape s) {
 // boxes, so those of a tile must begin earlier. Queries then have one place. e4m3 rows that become wide have a place of
 // their own beside them: 32 of a tile have a part for each warp.
 constexpr Shape of_rows(Shape s, bool narrow) {
+  s = with_registers_for_bringing(s);
   if (narrow) s.keys -= s.keys % 32;
-  if (narrow || s.ctas > 1) return s;
+  if (narrow || s.ctas > 1 || s.lone) return s;
   Shape more = s;
   more.stages = 3;
   if (wide_tile_bytes(more) > most_tile_bytes(s.ctas)) more.q_stages = 1;
@@ -58,6 +70,12 @@ constexpr Shape of_rows(Shape s, bool narrow) {
 // For calls whose works have one tile as a rule. Works of more pay for it: it is more machine code.
 constexpr Shape of_one_tile(Shape s) {
   s.one_tile = true;
+  return with_registers_for_bringing(s);
+}
+
+// For boxes of eight keys over small pages: one box in place of one for each chunk.
+constexpr Shape of_whole_rows(Shape s) {
+  s.whole_rows = true;
   return s;
 }
 
@@ -80,6 +98,7 @@ struct Traits {
   using Narrow = Traits<__half, of_narrow(kShape_), Caller, true>;  // for e4m3 keys
   using Rows = Traits<T, kFp8 ? kShape_ : of_rows(kShape_, kNarrow_), Caller, kNarrow_>;
   using OneTile = Traits<T, of_one_tile(kShape_), Caller>;
+  using WholeRows = Traits<T, of_whole_rows(kShape_), Caller>;
   static constexpr Shape kShape = kShape_;
   static constexpr int kHeadDimQk = kShape.head_dim_qk, kHeadDimV = kShape.head_dim_v;
   static constexpr int kKeys = kShape.keys;
@@ -90,22 +109,32 @@ struct Traits {
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
   // In boxes, CTAs take the next work late. By measurement: e4m3 and head dim 64 lose by it.
   static constexpr bool kTakesLate = !kFp8 && !kNarrow && kWarpgroups == 2;
-  static constexpr bool kShort = kShape.ctas > 1;  // for short calls
+  static constexpr bool kShort = kShape.ctas > 1 || kShape.lone;  // for short calls
+  static constexpr bool kTradesRegisters = !kShape.lone;
+  static constexpr bool kWidensRows = kShape.ctas > 1;  // e4m3 ones, in their place
   // Keys of a tile that are multiplied where a work has no more than these; 0: works of one tile have no path.
   static constexpr int kFewKeys = kShape.one_tile ? ceil_div(kKeys / 2, 16) * 16 : 0;
   // Works that a CTA takes and decodes at once, where they are short.
   static constexpr int kTogether = kShape.one_tile && kTakesLate ? 4 : 1;
   // Beside three warpgroups that path would take rings of the main loop out of uniform registers.
   static constexpr bool kHasOneTile = !kFp8 && !kNarrow && kWarpgroups < 3 && !kShape.one_tile;
+  static constexpr bool kWholeRows = kShape.whole_rows;
+  static constexpr bool kHasWholeRows = !kFp8 && !kNarrow && !kShort && !kShape.one_tile && !kWholeRows &&
+                                        (kHeadDimQk | kHeadDimV) % 64 == 0 && kHeadDimV > 64;
   static constexpr int kConsumerRegisters = kShape.registers;
   // Warpgroups start with equal shares and may trade what they were given together.
   static constexpr int kProducerRegisters =
       65536 / kShape.ctas / kThreads / 8 * 8 * (kWarpgroups + 1) - kWarpgroups * kConsumerRegisters;
-  static_assert(kProducerRegisters >= 24);
+  static_assert(!kTradesRegisters || kProducerRegisters >= 24);
 
   // A chunk: 128 bytes of each row of a tile, under the 128-byte swizzle.
   static constexpr int kChunk = 128 / sizeof(T);  // elements
   static constexpr int kQkChunks = ceil_div(kHeadDimQk, kChunk), kVChunks = ceil_div(kHeadDimV, kChunk);
+  // In a tile of keys or values so many rows of a chunk follow each other, then the next chunk comes. Groups of eight
+  // rows lie so far apart.
+  static constexpr int kChunkRows = kWholeRows ? 8 : kKeys;
+  static constexpr int kKGroupBytes = kWholeRows ? kQkChunks * 1024 : 1024;
+  static constexpr int kVGroupBytes = kWholeRows ? kVChunks * 1024 : 1024;
   static constexpr int kQBytes = kQkChunks * kRows * 128;
   static constexpr int kKBytes = kQkChunks * kKeys * 128;
   static constexpr int kVBytes = kFp8 ? ceil_div(kKeys, 128) * kHeadDimV * 128 : kVChunks * kKeys * 128;
