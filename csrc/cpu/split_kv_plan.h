@@ -1,6 +1,7 @@
 #pragma once
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <vector>
 
 #include "scheduler/split_kv.h"
@@ -25,6 +26,8 @@ class SplitKvPlanner {
     const int64_t budget = part_budget(geometry_, prefix_.back());
     geometry_.whole = longest <= most_whole_tiles(geometry_, budget);
     geometry_.cuts = cuts_of_works(geometry_, budget, tiles_.empty() ? 0 : tiles_[0]);
+    is_dealt_ = deals_works(geometry_, budget, longest);
+    even_ = std::count(tiles_.begin(), tiles_.end(), longest) == geometry.num_requests;
   }
 
   SplitKvEntry entry(int part) const {
@@ -43,6 +46,12 @@ class SplitKvPlanner {
       cuts += num_fixed_splits(geometry_, tiles_[b]);
     }
     num_splits[geometry_.num_requests] = splits_before(cuts);
+    if (!is_dealt_) return;
+    std::iota(num_splits, num_splits + geometry_.num_requests, 0);
+    std::stable_sort(num_splits, num_splits + geometry_.num_requests,
+                     [&](int a, int b) { return dealt_class(tiles_[a]) > dealt_class(tiles_[b]); });
+    const auto longer = std::count_if(tiles_.begin(), tiles_.end(), [](int n) { return n > kShortWorkTiles; });
+    num_splits[geometry_.num_requests] = dealt_word(static_cast<int>(longer), even_);
   }
 
   // What `write` writes, in memory of its own: nobody changes it while a call reads it.
@@ -66,6 +75,7 @@ class SplitKvPlanner {
   SplitKvGeometry geometry_;
   std::vector<int64_t> prefix_;
   std::vector<int32_t> tiles_;
+  bool is_dealt_, even_;
 };
 
 }  // namespace attnops::cpu

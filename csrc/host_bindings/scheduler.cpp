@@ -7,6 +7,7 @@
 #include <optional>
 #include <vector>
 
+#include "cpu/split_kv_plan.h"
 #include "scheduler/split_kv.h"
 #include "scheduler/split_kv_bounds.h"
 #include "scheduler/varlen_tiles.h"
@@ -60,6 +61,12 @@ std::vector<SplitKvEntry> plan_split_kv(const SplitKvGeometry& shape, const std:
   return entries;
 }
 
+// The plan's other tensor: cuts before each request, or the order in which works are dealt out.
+std::vector<int32_t> num_splits(SplitKvGeometry geometry, const std::vector<int32_t>& lengths) {
+  geometry.num_requests = static_cast<int>(lengths.size());
+  return cpu::SplitKvPlanner(geometry, lengths.data()).plan().num_splits;
+}
+
 }  // namespace
 }  // namespace attnops
 
@@ -69,25 +76,27 @@ PYBIND11_MODULE(_scheduler, m) {
   m.doc() = "The tile schedulers of attnops, exactly as the kernels run them.";
 
   py::class_<SplitKvGeometry>(m, "SplitKvGeometry")
-      .def(
-          py::init([](int works_per_request, int seqlen_q, int tile_tokens, int window_left, int num_sm_parts,
-                      int work_overhead, int fixed_split_tiles, int parts_per_group, int even_shares, int short_tiles) {
-            return SplitKvGeometry{0,
-                                   works_per_request,
-                                   seqlen_q,
-                                   tile_tokens,
-                                   window_left,
-                                   num_sm_parts,
-                                   work_overhead,
-                                   fixed_split_tiles,
-                                   parts_per_group,
-                                   even_shares,
-                                   short_tiles};
-          }),
-          py::kw_only(), py::arg("works_per_request"), py::arg("seqlen_q"), py::arg("tile_tokens"),
-          py::arg("window_left") = -1, py::arg("num_sm_parts"), py::arg("work_overhead"),
-          py::arg("fixed_split_tiles") = 0, py::arg("parts_per_group") = 1, py::arg("even_shares") = 0,
-          py::arg("short_tiles") = 0)
+      .def(py::init([](int works_per_request, int seqlen_q, int tile_tokens, int window_left, int num_sm_parts,
+                       int work_overhead, int fixed_split_tiles, int parts_per_group, int even_shares, int short_tiles,
+                       int dealt_works) {
+             SplitKvGeometry geometry{0,
+                                      works_per_request,
+                                      seqlen_q,
+                                      tile_tokens,
+                                      window_left,
+                                      num_sm_parts,
+                                      work_overhead,
+                                      fixed_split_tiles,
+                                      parts_per_group,
+                                      even_shares,
+                                      short_tiles};
+             geometry.dealt_works = dealt_works;
+             return geometry;
+           }),
+           py::kw_only(), py::arg("works_per_request"), py::arg("seqlen_q"), py::arg("tile_tokens"),
+           py::arg("window_left") = -1, py::arg("num_sm_parts"), py::arg("work_overhead"),
+           py::arg("fixed_split_tiles") = 0, py::arg("parts_per_group") = 1, py::arg("even_shares") = 0,
+           py::arg("short_tiles") = 0, py::arg("dealt_works") = 0)
       .def_readonly("works_per_request", &SplitKvGeometry::works_per_request)
       .def_readonly("tile_tokens", &SplitKvGeometry::tile_tokens)
       .def_readonly("num_sm_parts", &SplitKvGeometry::num_sm_parts)
@@ -105,6 +114,8 @@ PYBIND11_MODULE(_scheduler, m) {
 
   m.def("plan_split_kv", &attnops::plan_split_kv, py::arg("geometry"), py::arg("cache_seqlens"),
         "Rows of the split-KV plan of a batch.");
+  m.def("num_splits", &attnops::num_splits, py::arg("geometry"), py::arg("cache_seqlens"),
+        "Cuts before each request of the batch, or the order in which its works are dealt out.");
   m.def(
       "bounded",
       [](const std::array<int32_t, 8>& words, int works, int groups, bool balanced, int group) {

@@ -59,6 +59,7 @@ struct SplitKvGeometry {
   bool uneven = false;      // found by the planner, where even_shares asks it to look: works differ in length
   bool whole = false;       // found by the planner, where short_tiles asks it to look: no work is cut
   int cuts = 0;             // so found: share s has piece s % cuts of work s / cuts; 0: shares are by cost
+  int dealt_works = 0;      // of each part, from which on parts may take them in an order, see below; 0: never
 };
 
 // What a length in a tensor counts as: one beyond any cache must not overflow what is computed from it.
@@ -219,6 +220,29 @@ ATTNOPS_HOST_DEVICE inline int cuts_of_works(const SplitKvGeometry& g, int64_t b
   const int cuts = min_of(shares / works, first_tiles);
   const int64_t piece = kTileCost * ceil_div(first_tiles, cuts);
   return piece <= budget + kSecondPieceCost ? cuts : 0;
+}
+
+// Whether parts may take works whole instead, the longest first, each when it has time for one: there are many, and
+// none is longer than a part. `num_splits` then holds the requests in that order, and behind them one more than the
+// number of those that have more than kShortWorkTiles; less than zero where all have as many tiles. The rows are what
+// they are: kernels that do not take works follow them.
+inline constexpr int kMostDealtRequests = 1024, kShortWorkTiles = 2;
+
+ATTNOPS_HOST_DEVICE inline bool deals_works(const SplitKvGeometry& g, int64_t budget, int longest) {
+  if (g.dealt_works == 0 || g.fixed_split_tiles != 0 || g.num_requests > kMostDealtRequests) return false;
+  const int64_t works = int64_t{g.num_requests} * g.works_per_request * g.parts_per_group;
+  return works > 0 && works >= int64_t{g.dealt_works} * g.num_sm_parts && kTileCost * longest <= budget;
+}
+
+ATTNOPS_HOST_DEVICE inline int dealt_word(int longer, bool even) { return even ? -1 - longer : 1 + longer; }
+
+// Requests are put in order by classes of lengths, a quarter apart, the longest last; within one they stay as they are.
+inline constexpr int kDealtClasses = 32;
+
+ATTNOPS_HOST_DEVICE inline int dealt_class(int tiles) {
+  int octave = 0;
+  while (tiles >> octave > 7) ++octave;
+  return min_of(4 * octave + (tiles >> octave), kDealtClasses - 1);
 }
 
 struct SplitKvPoint {

@@ -35,12 +35,14 @@ def on_both(run):
     return cpu
 
 
+def tiles_of(lengths, seqlen_q, window_left):
+    begins = [max(n - seqlen_q - window_left, 0) // 64 if window_left >= 0 else 0 for n in lengths]
+    return [max(-(-max(n, 0) // 64) - begin, 1) for n, begin in zip(lengths, begins, strict=True)]
+
+
 def xqa_rows_on_a_gpu(lengths, cpu_rows, seqlen_q, num_heads, window_left, shares):
     """What the GPU plans where the CPU's rows are these: no cuts, where they are not worth their merge."""
-    tiles = []
-    for length in lengths:
-        begin = max(length - seqlen_q - window_left, 0) if window_left >= 0 else 0
-        tiles.append(max(-(-max(length, 0) // 64) - begin // 64, 1))
+    tiles = tiles_of(lengths, seqlen_q, window_left)
     works = [count for count in tiles for _ in range(num_heads)]
     overhead = 4 if len(works) > shares else 0
     total = sum(overhead + 8 * count for count in works)
@@ -65,6 +67,28 @@ def xqa_rows_on_a_gpu(lengths, cpu_rows, seqlen_q, num_heads, window_left, share
         for part, (begin, end) in enumerate(itertools.pairwise(begins))
     ]
     return torch.tensor(rows, dtype=torch.int32)
+
+
+def xqa_order(lengths, seqlen_q, num_heads, window_left, num_sm_parts):
+    """`num_splits` of a balanced plan of a GPU: zeros, or the order in which works are dealt out."""
+    tiles = tiles_of(lengths, seqlen_q, window_left)
+    works, nothing = len(tiles) * num_heads, torch.zeros(len(tiles) + 1, dtype=torch.int32)
+    if works < 4 * num_sm_parts or not 0 < len(tiles) <= 1024:
+        return nothing
+    side_by_side = num_heads > 1 and num_sm_parts % num_heads == 0  # a share is then that of whole requests
+    each, shares = (1, num_sm_parts // num_heads) if side_by_side else (num_heads, num_sm_parts)
+    overhead = 4 if len(tiles) * each > shares else 0
+    budget = max(-(-sum(each * (overhead + 8 * n) for n in tiles) // shares), 8)
+    if 8 * max(tiles) > (budget if overhead else -(-budget // 8) * 8):
+        return nothing
+
+    def steps(n):  # a quarter of the length apart
+        octave = max(n.bit_length() - 3, 0)
+        return min(4 * octave + (n >> octave), 31)
+
+    order = sorted(range(len(tiles)), key=lambda i: -steps(tiles[i]))
+    longer = 1 + sum(n > 2 for n in tiles)
+    return torch.tensor([*order, longer if len(set(tiles)) > 1 else -longer], dtype=torch.int32)
 
 
 def int32(values, device):
@@ -94,6 +118,7 @@ def test_split_kv_plan(batch, window_left, num_sm_parts, seqlen_q, num_heads, fi
     assert (metadata != POISON).all() and (num_splits != POISON).all()
     if op == "xqa_decode_plan" and fixed_split_tokens == 0:
         metadata = xqa_rows_on_a_gpu(lengths, metadata, seqlen_q, num_heads, window_left, num_sm_parts)
+        num_splits = xqa_order(lengths, seqlen_q, num_heads, window_left, num_sm_parts)
     assert torch.equal(gpu_metadata.cpu(), metadata)
     assert torch.equal(gpu_splits.cpu(), num_splits)
 
@@ -130,6 +155,24 @@ def test_works_of_many_rows_stay_whole(longest, rows, most):
     used = shares[shares[:, 0] * 4096 + shares[:, 1] < shares[:, 2] * 4096 + shares[:, 3]]
     whole = torch.tensor([[i, 0, i + 1, 0] for i in range(len(lengths))], dtype=torch.int32)
     assert torch.equal(used[:, :4], whole) == (longest <= most)
+
+
+@pytest.mark.parametrize(("num_sm_parts", "num_heads"), [(1, 1), (5, 7), (14, 7), (64, 106), (264, 128), (8, 2)])
+@pytest.mark.parametrize("requests", [2, 31, 33, 187, 300, 1024, 1025])
+@pytest.mark.parametrize("window_left", [-1, 100])
+def test_order_in_which_works_are_dealt_out(requests, num_sm_parts, num_heads, window_left):
+    """By classes of lengths, the longest first, in each as they come: every request once, and how many are long."""
+    generator = torch.Generator().manual_seed(requests)
+    for longest in (1, 90, 1000, 40_000):
+        lengths = torch.randint(0, longest + 1, (requests,), generator=generator).tolist()
+        metadata = torch.empty(num_sm_parts, 8, dtype=torch.int32, device="cuda")
+        num_splits = torch.full((requests + 1,), POISON, dtype=torch.int32, device="cuda")
+        OPS.xqa_decode_plan(metadata, num_splits, int32(lengths, "cuda"), 1, num_heads, window_left)
+        order = xqa_order(lengths, 1, num_heads, window_left, num_sm_parts)
+        assert torch.equal(num_splits.cpu(), order)
+        if requests in (187, 300) and window_left < 0 and longest == 1000:
+            assert sorted(order[:-1].tolist()) == list(range(requests))
+            assert order[-1] == 1 + sum(n > 128 for n in lengths)
 
 
 @pytest.mark.parametrize("keys", ["cu_seqlens_k", "cache_seqlens", "as queries"])

@@ -1,5 +1,6 @@
 """Split-KV plans: the invariants of csrc/scheduler/split_kv.h, and the planning ops against the scheduler itself."""
 
+import itertools
 import types
 
 import pytest
@@ -138,6 +139,25 @@ def test_balanced_plan(lengths, shape):
                 slot = 2 * index + (0 if is_begin else 1)
                 assert slot not in slots
                 slots.add(slot)
+
+
+@settings(max_examples=300, deadline=None)
+@given(LENGTHS, GEOMETRIES, st.sampled_from([1, 4]))
+def test_order_in_which_works_are_dealt_out(lengths, shape, dealt_works):
+    """Requests by falling length, near ones as they come: where works are many, and none is longer than a part."""
+    geometry = _scheduler.SplitKvGeometry(**shape, tile_tokens=TILE_TOKENS, dealt_works=dealt_works)
+    tiles = [_scheduler.num_tiles(geometry, length) for length in lengths]
+    *order, last = _scheduler.num_splits(geometry, lengths)
+    many = len(tiles) * geometry.works_per_request >= dealt_works * geometry.num_sm_parts
+    if last == 0:
+        even_share = sum(tiles) * geometry.works_per_request / geometry.num_sm_parts
+        assert not any(order) and (not many or not tiles or max(tiles) > even_share)
+        return
+    assert many and sorted(order) == list(range(len(tiles)))
+    assert abs(last) == 1 + sum(count > 2 for count in tiles) and (last < 0) == (len(set(tiles)) == 1)
+    for before, after in itertools.pairwise(order):
+        assert tiles[before] * 5 > tiles[after] * 4 or min(tiles[before], tiles[after]) >= 448
+        assert before < after or tiles[before] > tiles[after] or tiles[before] >= 8
 
 
 @settings(max_examples=200, deadline=None)

@@ -64,6 +64,45 @@ __device__ PlanSums scan_sums(const PlanSums& own, PlanSums& before) {
   return all;
 }
 
+// The order in which works are dealt out (scheduler/split_kv.h), where a block holds the tiles of all requests. A warp
+// has 32 neighbouring requests at a time.
+template <int kThreads>
+__device__ void put_in_order(const int32_t* tiles, int num_requests, bool even, int32_t* num_splits) {
+  constexpr int kWarps = kThreads / 32, kMostChunks = kMostDealtRequests / 32;
+  __shared__ uint8_t counts[kMostChunks][kDealtClasses];
+  const int lane = threadIdx.x % 32, chunks = ceil_div(num_requests, 32);
+  __syncthreads();  // the tiles of all are there, and zeros are written
+  for (int chunk = threadIdx.x / 32; chunk < chunks; chunk += kWarps) {
+    const int request = chunk * 32 + lane;
+    const int own = request < num_requests ? dealt_class(tiles[request]) : -1;
+    int count = 0;
+#pragma unroll 4
+    for (int i = 0; i < 32; ++i) count += __shfl_sync(~0u, own, i) == lane;
+    counts[chunk][lane] = static_cast<uint8_t>(count);
+  }
+  __syncthreads();
+  for (int chunk = threadIdx.x / 32; chunk < chunks; chunk += kWarps) {
+    int earlier = 0, all = 0;  // of the class number `lane`
+    for (int c = 0; c < chunks; ++c) {
+      if (c == chunk) earlier = all;
+      all += counts[c][lane];
+    }
+    int from_here_on = all;  // of this class and longer ones
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_down_sync(~0u, from_here_on, step);
+      if (lane + step < 32) from_here_on += other;
+    }
+    const int longer = __shfl_sync(~0u, from_here_on, kShortWorkTiles + 1);
+    const int request = chunk * 32 + lane;
+    const int own = request < num_requests ? dealt_class(tiles[request]) : 0;
+    const int first = __shfl_sync(~0u, from_here_on - all + earlier, own);
+    const unsigned same = __match_any_sync(~0u, own);
+    if (request < num_requests) num_splits[first + __popc(same & ((1u << lane) - 1))] = request;
+    if (request == 0) num_splits[num_requests] = dealt_word(longer, even);
+  }
+}
+
 // The split-KV plan in one small launch: the rows and num_splits of scheduler/split_kv.h, bit for bit.
 //
 // One CTA. Every thread adds up the tiles of a run of neighbouring requests, a block scan turns the sums into the cost
@@ -121,6 +160,11 @@ __global__ void __launch_bounds__(kThreads)
   if (!kFixed && g.short_tiles > 0) {
     g.whole = all.longest <= most_whole_tiles(g, budget);
     g.cuts = cuts_of_works(g, budget, tiles[0]);  // there is one: batches of few go elsewhere
+  }
+  if constexpr (!kFixed) {
+    if (deals_works(g, budget, all.longest)) {
+      put_in_order<kThreads>(tiles, g.num_requests, all.longest == all.shortest, num_splits);
+    }
   }
   const SplitKvBatch batch{prefix, tiles};
   // A round serves one group less than it finds points: a row needs the next group's beginning, too.

@@ -62,6 +62,21 @@ __global__ void __launch_bounds__(kThreads)
     if (lane == 0) num_splits[0] = 0;
   }
   __syncwarp();
+  if (!kFixed && warp == 0 && g.num_requests > 0) {
+    const int longest = __reduce_max_sync(~0u, count);
+    const int shortest = __reduce_min_sync(~0u, has_request ? count : INT32_MAX);
+    if (deals_works(g, budget, longest)) {
+      const int own = has_request ? dealt_class(count) : -1;
+      int place = 0;
+      for (int i = 0; i < g.num_requests; ++i) {
+        const int other = __shfl_sync(~0u, own, i);
+        place += other > own || (other == own && i < lane);
+      }
+      const int longer = __popc(__ballot_sync(~0u, count > kShortWorkTiles));
+      if (has_request) num_splits[place] = lane;
+      if (lane == 0) num_splits[g.num_requests] = dealt_word(longer, longest == shortest);
+    }
+  }
   const SplitKvBatch batch{prefix, tile_counts[warp]};
   const int groups = num_groups(g);
   // Few groups are spread over all warps: what takes time is how many rows a lane makes one after another.

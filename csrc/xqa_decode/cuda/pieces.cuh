@@ -45,6 +45,14 @@ struct PartEntry : SplitKvEntry {
     end_work = at_most(end_work, shape.plan_works);
   }
 
+  // Instead of a row: one whole work.
+  __device__ __forceinline__ explicit PartEntry(int begin_work) {
+    this->begin_work = begin_work, end_work = begin_work + 1;
+    begin_tile = end_tile = begin_split = first_part = 0;
+    begin_num_splits = last_num_splits = 1;
+    has_work = true;
+  }
+
  private:
   // Volatile: the second half would else be asked for once the first has been looked at.
   __device__ __forceinline__ static void load(const int32_t* at, int& a, int& b, int& c, int& d) {
@@ -179,7 +187,18 @@ class PieceWalkOf {
             1};
   }
 
- private:
+ protected:
+  // Goes to a whole work that is in no row, whose length is known.
+  __device__ __forceinline__ void start(int request, int kv_head, int length) {
+    request_ = request, kv_head_ = kv_head;
+    work_ = group_ > 1 ? request : request * p_.num_kv_heads + kv_head;
+    entry_.begin_work = work_, entry_.end_work = work_ + 1;
+    tile_ = 0, row_block_ = 0;
+    length_ = length_of(length);
+    find_tiles();
+    end_tile_ = num_tiles_;
+  }
+
   __device__ bool cuts_works() const { return kMayCut && p_.fixed_split_tokens != 0; }
 
   // The part's tiles of the work.
@@ -208,11 +227,7 @@ class PieceWalkOf {
     if (length_ < 0) {
       length_ = length_of(next_length_);
       if (request_ + 1 < p_.batch_size) next_length_ = __ldg(p_.cache_seqlens + request_ + 1);
-      keys_ = visible_keys(length_, p_.seqlen_q, p_.window_left);
-      const TileRange tiles = visible_tiles(length_, p_.seqlen_q, p_.window_left, kPlanTileTokens);
-      first_tile_ = tiles.first;
-      num_tiles_ = tiles.count;
-      clip_to_table();
+      find_tiles();
     }
     end_tile_ = run_end();
     overflows_ = false;
@@ -223,6 +238,15 @@ class PieceWalkOf {
       if (!cut_ends_round()) end_tile_ = min_of(end_tile_, tile_ + cut_tiles());
       overflows_ = cuts > 1 && first_cut(cuts) + cuts > p_.num_partials;
     }
+  }
+
+  // Those of the request at hand, whose length is known.
+  __device__ __forceinline__ void find_tiles() {
+    keys_ = visible_keys(length_, p_.seqlen_q, p_.window_left);
+    const TileRange tiles = visible_tiles(length_, p_.seqlen_q, p_.window_left, kPlanTileTokens);
+    first_tile_ = tiles.first;
+    num_tiles_ = tiles.count;
+    clip_to_table();
   }
 
   // Keys beyond the table are seen by nobody, and faults in checked mode.

@@ -43,7 +43,8 @@ class Consumer {
         queries_(shared_ + Shared::kQueries + own_group<Tr>() * kGroupQueryBytes),
         exchange_(reinterpret_cast<float*>(smem + Shared::kExchange)) {}
 
-  __device__ __forceinline__ void run(PieceWalk& piece) {
+  template <class Pieces>
+  __device__ __forceinline__ void run(Pieces& piece) {
     bool fetched = false;                                 // this piece's queries are on their way
     if (own_group<Tr>() == Tr::kGroups - 1) pass_turn();  // the first turn is group 0's
     do {

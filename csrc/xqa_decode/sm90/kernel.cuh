@@ -3,6 +3,7 @@
 #include "device/common/vec.h"
 #include "device/sm90/guess.cuh"
 #include "xqa_decode/sm90/consumer.cuh"
+#include "xqa_decode/sm90/dealt_works.cuh"
 #include "xqa_decode/sm90/fp8/widening.cuh"
 #include "xqa_decode/sm90/gather_stream.cuh"
 #include "xqa_decode/sm90/short_works.cuh"
@@ -33,6 +34,7 @@ __device__ __forceinline__ void init_barriers(uint32_t shared) {
       hopper::mbarrier_init(shared + Shared::kRawEmpty + 8 * i, 32 * Tr::kWideners);
     }
   }
+  if constexpr (deals_works<Tr>()) DealtWalk<Tr, true>::init(shared + Shared::kDeal);
   hopper::mbarrier_init_fence();
 }
 
@@ -139,17 +141,73 @@ constexpr bool moves_registers() {
   }
 }
 
-// The walk over a part's pieces, by whether the kernel may be given a batch-invariant plan.
-template <class Tr>
-constexpr bool may_cut() {
-  if constexpr (requires { Tr::kMayCut; }) {
-    return Tr::kMayCut;
+// What a CTA does where works may be dealt out: it takes short ones, then others, or those of its part.
+template <class Tr, class Multiplier>
+__device__ __forceinline__ void run_dealing(const Params& p, const Shape& shape, const Boxes& boxes,
+                                            const CUtensorMap& key_map, const CUtensorMap& value_map,
+                                            const PartEntry& row, int part, uint8_t* smem, int warp, int lane) {
+  const uint32_t shared = hopper::smem_address(smem), box = shared + SharedLayout<Tr>::kDeal;
+  const bool serve = warps_serve<Tr>(p, shape, boxes);
+  const Deal deal = Deal::of<Tr>(p, serve);
+  if (!deal && !row.has_work) return;
+  if (deal.by_warps > 0 ? part >= deal.first_part : !deal && serve) {
+    if (take_short_works_or_part<Tr>(p, shape, boxes, row, deal, part, smem, warp, lane)) {
+      if (part >= deal.by_ctas) return;
+      hopper::fence_async_proxy();  // the ring was theirs
+      __syncthreads();
+    }
+  }
+  PartEntry entry = row;
+  if (deal.by_ctas > 0) {
+    const DealtWork first = dealt_work(p, shape, part);
+    entry = PartEntry(shape.heads_side_by_side ? first.request : first.request * p.num_kv_heads + first.kv_head);
+  }
+  constexpr int kWarpsOfHead = Tr::kThreads / 32;
+  if (warp >= kWarpsOfHead) {
+    DealtWalk<Tr, true> piece(p, shape, entry, part, deal.by_ctas, box);
+    if (!piece.next()) return;
+    bring_pieces<Tr>(p, shape, boxes, key_map, value_map, piece, shared, warp - kWarpsOfHead, lane);
   } else {
-    return true;
+    DealtWalk<Tr, false> piece(p, shape, entry, part, deal.by_ctas, box);
+    if (!piece.next()) return;
+    Multiplier(p, shape, boxes, smem).run(piece);
   }
 }
-template <class Tr>
-using Walk = PieceWalkOf<may_cut<Tr>()>;
+
+// What a CTA does by its row of the plan.
+template <class Tr, class Multiplier>
+__device__ __forceinline__ void run_row(const Params& p, const Shape& shape, const Boxes& boxes,
+                                        const CUtensorMap& key_map, const CUtensorMap& value_map,
+                                        const PartEntry& entry, int part, uint8_t* smem, int warp, int lane) {
+  constexpr int kHeads = heads_of_cta<Tr>(), kWarpsOfHead = Tr::kThreads / 32;
+  const uint32_t shared = hopper::smem_address(smem);
+  const bool brings = warp >= kHeads * kWarpsOfHead;
+  const int head = kHeads == 1 || brings ? 0 : warp / kWarpsOfHead;
+  if constexpr (is_ragged<Tr>()) clear_rows_behind(p);
+  if (!entry.has_work) return;
+  if constexpr (kHasShortWorks<Tr>) {
+    if (take_short_works<Tr>(p, shape, boxes, entry, part, smem, warp, lane)) return;
+  }
+  Walk<Tr> piece(p, shape, entry, part);
+  if (!piece.next()) return;
+  if (Tr::kFolds || brings) piece.walk_runs(Tr::kTileTokens);
+  if (brings) {
+    if constexpr (moves_registers<Tr>()) {
+      hopper::registers_decrease<Tr::kBringerRegisters>();
+      if (!widens_ahead<Tr>() && warp >= kWarpsOfHead + Tr::kBringers) return;
+    }
+    if constexpr (widens_ahead<Tr>()) {
+      const int widener = warp - kWarpsOfHead - Tr::kBringers;
+      if (widener >= 0) return fp8::WideningWarp<Tr>(shared, widener, lane).widen_pieces(piece);
+    }
+    bring_pieces<Tr>(p, shape, boxes, key_map, value_map, piece, shared, warp - kHeads * kWarpsOfHead, lane);
+  } else if constexpr (Tr::kFolds) {
+    run_folded<Tr>(p, shape, boxes, smem, piece);
+  } else {
+    if constexpr (moves_registers<Tr>()) hopper::registers_increase<Tr::kGroupRegisters>();
+    Multiplier(p, shape, boxes, smem + head * head_stride<Tr>()).run(piece);
+  }
+}
 
 // What a CTA does: a part of the plan, or one for each of its KV heads, which are neighbours and walk the same tiles.
 // Units of keys and values stream through the ring, and a `Multiplier` for each head takes them out.
@@ -181,29 +239,10 @@ __device__ __forceinline__ void run_parts(const Params& p, const Shape& shape, c
   if (warp == kHeads * kWarpsOfHead) look_up_ahead(p, start, shared + Shared::kNowhere, lane);
   // Neighbouring heads follow one row, so that all of the CTA count the same tiles, whatever the rows hold.
   const PartEntry entry(p, shape, kHeads == 1 ? part : static_cast<int>(blockIdx.x) * kHeads);
-  if constexpr (is_ragged<Tr>()) clear_rows_behind(p);
-  if (!entry.has_work) return;
-  if constexpr (kHasShortWorks<Tr>) {
-    if (take_short_works<Tr>(p, shape, boxes, entry, part, smem, warp, lane)) return;
-  }
-  Walk<Tr> piece(p, shape, entry, part);
-  if (!piece.next()) return;
-  if (Tr::kFolds || brings) piece.walk_runs(Tr::kTileTokens);
-  if (brings) {
-    if constexpr (moves_registers<Tr>()) {
-      hopper::registers_decrease<Tr::kBringerRegisters>();
-      if (!widens_ahead<Tr>() && warp >= kWarpsOfHead + Tr::kBringers) return;
-    }
-    if constexpr (widens_ahead<Tr>()) {
-      const int widener = warp - kWarpsOfHead - Tr::kBringers;
-      if (widener >= 0) return fp8::WideningWarp<Tr>(shared, widener, lane).widen_pieces(piece);
-    }
-    bring_pieces<Tr>(p, shape, boxes, key_map, value_map, piece, shared, warp - kHeads * kWarpsOfHead, lane);
-  } else if constexpr (Tr::kFolds) {
-    run_folded<Tr>(p, shape, boxes, smem, piece);
+  if constexpr (deals_works<Tr>()) {
+    run_dealing<Tr, Multiplier>(p, shape, boxes, key_map, value_map, entry, part, smem, warp, lane);
   } else {
-    if constexpr (moves_registers<Tr>()) hopper::registers_increase<Tr::kGroupRegisters>();
-    Multiplier(p, shape, boxes, smem + head * head_stride<Tr>()).run(piece);
+    run_row<Tr, Multiplier>(p, shape, boxes, key_map, value_map, entry, part, smem, warp, lane);
   }
 }
 

@@ -73,6 +73,17 @@ void launch_traits(const Params& p, cudaStream_t stream) {
                                                 stream, p, shape, boxes, keys, values);
 }
 
+// Whether works may be dealt out, if the plan says so. Where heads walk side by side, their groups divide many works
+// well enough, but for few groups, and over e4m3 pages.
+inline bool may_deal(const Params& p) {
+  constexpr int kFewGroups = 3, kDealtWorksOfGroups = 2 * kDealtWorks;
+  if (p.fixed_split_tokens != 0 || p.ragged) return false;
+  const bool grouped = heads_side_by_side(p.num_sm_parts, p.num_kv_heads);
+  const int64_t least = int64_t{grouped ? kDealtWorksOfGroups : kDealtWorks} * p.num_sm_parts;
+  if (int64_t{p.batch_size} * p.num_kv_heads < least) return false;
+  return !grouped || size_of(p.kv_dtype) == 1 || p.num_sm_parts / p.num_kv_heads <= kFewGroups;
+}
+
 // CTAs of an SM. Many rows of wide e4m3 pages hold their sums in nearly all registers of a thread, and need most of
 // shared memory as fp16; up to 32 rows of 16-bit pages, which take long between tiles, leave room for a third. As in
 // metadata/plan_parts.py.
@@ -118,6 +129,9 @@ void launch(const Params& p, cudaStream_t stream) {
     if (p.fixed_split_tokens != 0 && rows <= 8) return launch_traits<FoldTraits<T, kHeadDim, 8, kGathers>>(p, stream);
     if (p.fixed_split_tokens != 0 && rows <= 16) return launch_traits<FoldTraits<T, kHeadDim, 16, kGathers>>(p, stream);
   }
+  if constexpr (kHeadDim <= 128) {
+    if (rows <= 8 && may_deal(p)) return launch_traits<DealingTraits<PlanTraits<T, kHeadDim, 8, kGathers>>>(p, stream);
+  }
   if (rows <= 8) return launch_traits<PlanTraits<T, kHeadDim, 8, kGathers>>(p, stream);
   if (rows <= 16) return launch_traits<PlanTraits<T, kHeadDim, 16, kGathers>>(p, stream);
   if (rows <= 32) return launch_traits<PlanTraits<T, kHeadDim, 32, kGathers>>(p, stream);
@@ -154,6 +168,11 @@ template <int kHeadDim, bool kGathers>
 void launch_fp8(const Params& p, cudaStream_t stream) {
   if (p.batch_size == 0) return;
   const int rows = p.seqlen_q * (p.num_q_heads / p.num_kv_heads);
+  if constexpr (kHeadDim <= 64) {
+    if (rows <= 8 && may_deal(p)) {
+      return launch_traits<DealingTraits<PlanTraits<__half, kHeadDim, 8, kGathers, uint8_t>>>(p, stream);
+    }
+  }
   if (rows <= 8) return launch_traits<PlanTraits<__half, kHeadDim, 8, kGathers, uint8_t>>(p, stream);
   if (rows <= 16) return launch_traits<PlanTraits<__half, kHeadDim, 16, kGathers, uint8_t>>(p, stream);
   if (rows <= 32) return launch_traits<PlanTraits<__half, kHeadDim, 32, kGathers, uint8_t>>(p, stream);

@@ -5,6 +5,7 @@
 #include "device/sm80/fp8_rows.cuh"
 #include "device/sm80/mma.cuh"
 #include "xqa_decode/plan.h"
+#include "xqa_decode/sm90/tickets.cuh"
 #include "xqa_decode/sm90/traits.cuh"
 
 // Short works of the usual kind, a warp each, from global memory to registers and back: a row of keys or values that a
@@ -25,7 +26,7 @@ template <class Tr>
 class LoneWarp {
  public:
   static constexpr int kMostBlocks = Tr::kRows / 8;
-  static constexpr int kQueueBytes = 32 * 32;  // shared memory of a warp
+  static constexpr int kQueueBytes = 32 * 32 + (deals_works<Tr>() ? 32 : 0);  // shared memory of a warp
 
   // Whether a call is of this kind: the same for all CTAs.
   __device__ static __forceinline__ bool serves(const Params& p, const Shape& shape, const Boxes& boxes) {
@@ -42,8 +43,22 @@ class LoneWarp {
 
   // All works of the part that are this warp's.
   __device__ __forceinline__ void run(const SplitKvEntry& entry) {
-    begin_work_ = entry.begin_work;
-    num_units_ = ((entry.end_work - entry.begin_work) * blocks() - warp_ + warps_ - 1) / warps_;
+    take_part(entry);
+    attend_all();
+  }
+  __device__ __forceinline__ void take_part(const SplitKvEntry& entry) {
+    if constexpr (deals_works<Tr>()) {
+      take({entry.begin_work, warp_, warps_, part_, false}, entry.end_work - entry.begin_work);
+    } else {
+      begin_work_ = entry.begin_work;
+      num_units_ = ((entry.end_work - entry.begin_work) * blocks() - warp_ + warps_ - 1) / warps_;
+    }
+  }
+  // Of works that are dealt out: `works` of their order, behind `before` others; this is warp `number` of `all`.
+  __device__ __forceinline__ void take_dealt(int before, int works, int number, int all) {
+    take({before, number, all, 0, true}, works);
+  }
+  __device__ __forceinline__ void attend_all() {
     if (p_.head_dim == kHeadDim) {
       attend<true>();
     } else {
@@ -136,7 +151,7 @@ class LoneWarp {
   static constexpr float kProbShift = std::is_same_v<T, __half> ? 14.f : 0.f;
   // The next group's values are on their way, too, where registers suffice.
   static constexpr bool kValuesAhead = !kFp8 || kHeadDim < 128;
-  static constexpr int kQueue = kQueueBytes / 32;  // units
+  static constexpr int kQueue = 32;  // units
   static_assert(kHeadDim == 64 || kHeadDim == 128);
 
   __device__ __forceinline__ int g() const { return static_cast<int>(lane_ / 4); }
@@ -145,16 +160,47 @@ class LoneWarp {
   __device__ static bool is_short(int64_t stride) { return stride >= 0 && stride < int64_t{1} << 31; }
   __device__ int blocks() const { return kMostBlocks == 2 && shape_.rows > 8 ? 2 : 1; }
 
+  // Which works are a warp's: number `warp` of `warps` that share them. There and back where they are dealt out, so
+  // that each has long and short ones. It lies in shared memory, as registers are short.
+  struct Share {
+    int begin_work, warp, warps, part;
+    bool dealt;
+
+    // Which of a round's units is the warp's.
+    __device__ __forceinline__ unsigned own_of_round(unsigned round) const {
+      return dealt && round % 2 ? warps - 1 - warp : warp;
+    }
+  };
+  static_assert(sizeof(Share) <= 32);
+
+  __device__ __forceinline__ void take(const Share& share, unsigned works) {
+    const unsigned units = works * blocks(), rounds = units / share.warps;
+    num_units_ = rounds + (share.own_of_round(rounds) < units - rounds * share.warps);
+    if (lane_ == 0) *reinterpret_cast<Share*>(queue_ + 2 * kQueue) = share;
+  }
+  __device__ __forceinline__ Share share() const {
+    if constexpr (deals_works<Tr>()) {
+      return *reinterpret_cast<const Share*>(queue_ + 2 * kQueue);
+    } else {
+      return {begin_work_, warp_, warps_, part_, false};
+    }
+  }
+
   // Half the queue: the warp's units from number `first` on, a block of rows of a work each. A lane finds one of them.
   __device__ __forceinline__ void fill_queue(unsigned first) {
     const unsigned number = first + lane_;
     __syncwarp();
     if (lane_ < kQueue / 2 && number < num_units_) {
-      const int unit = warp_ + static_cast<int>(number) * warps_, block = blocks() == 2 ? unit & 1 : 0;
-      const int work = begin_work_ + (blocks() == 2 ? unit >> 1 : unit);
-      int request = work, kv_head = part_;
-      if (shape_.heads_side_by_side) {
-        kv_head -= shape_.by_kv_heads.divide(part_) * p_.num_kv_heads;
+      const Share share = this->share();
+      const int unit = static_cast<int>(share.own_of_round(number) + number * share.warps),
+                block = blocks() == 2 ? unit & 1 : 0;
+      const int work = share.begin_work + (blocks() == 2 ? unit >> 1 : unit);
+      int request = work, kv_head = share.part;
+      if (share.dealt) {
+        const DealtWork dealt = dealt_work(p_, shape_, work);
+        request = dealt.request, kv_head = dealt.kv_head;
+      } else if (shape_.heads_side_by_side) {
+        kv_head -= shape_.by_kv_heads.divide(share.part) * p_.num_kv_heads;
       } else {
         request = shape_.by_kv_heads.divide(work), kv_head = work - request * p_.num_kv_heads;
       }

@@ -1,6 +1,7 @@
 #pragma once
 #include "xqa_decode/cuda/kernel.cuh"
 #include "xqa_decode/cuda/work_walk.cuh"
+#include "xqa_decode/sm90/dealt_works.cuh"
 #include "xqa_decode/sm90/lone_warp.cuh"
 #include "xqa_decode/sm90/query_copy.cuh"
 #include "xqa_decode/sm90/tile_stream.cuh"
@@ -92,7 +93,8 @@ class WarpQueries {
   }
 
   // Asks for those of a work, when nobody needs the last one's any more.
-  __device__ __forceinline__ void fetch(const WorkWalk& work) {
+  template <class Walk>
+  __device__ __forceinline__ void fetch(const Walk& work) {
     if constexpr (!Warp::kFp8) {
       copy_queries_of_warp<Warp>(p_, shape_, boxes_, work.request(), work.kv_head(), hopper::smem_address(queries_),
                                  lane_);
@@ -129,14 +131,12 @@ class WarpQueries {
   const int lane_;
 };
 
-// What a warp does with its works of the part, of any kind.
-template <class Tr>
-__device__ __forceinline__ void attend_short_works(const Params& p, const Shape& shape, const Boxes& boxes,
-                                                   const SplitKvEntry& entry, int part, uint8_t* smem, int warp,
-                                                   int lane) {
+// What a warp does with its works, of any kind.
+template <class Tr, class Walk>
+__device__ __forceinline__ void attend_short_works(const Params& p, const Shape& shape, const Boxes& boxes, Walk& work,
+                                                   uint8_t* smem, int warp, int lane) {
   using Warp = typename ShortWorks<Tr>::Warp;
   using Shared = typename ShortWorks<Tr>::Shared;
-  if (warp >= ShortWorks<Tr>::kWarps) return;
   uint8_t* const own = smem + warp * ShortWorks<Tr>::kBytesOfWarp;
   auto* const stats = reinterpret_cast<float2*>(own + Shared::kStats);
   int* const free_stage = reinterpret_cast<int*>(own + Shared::kFree);
@@ -144,11 +144,10 @@ __device__ __forceinline__ void attend_short_works(const Params& p, const Shape&
   auto* const queries = reinterpret_cast<typename Warp::T*>(own + Shared::kQueries);
   const uint32_t ring = hopper::smem_address(own) + Shared::kRing;
 
-  WorkWalk work(p, shape, entry, part, warp, ShortWorks<Tr>::kWarps);
   if (!work.next()) return;
   WarpQueries<Warp> next_queries(p, shape, boxes, queries, row_scale, lane);
   next_queries.fetch(work);
-  KeyStream<Warp, WorkWalk> stream(p, shape, work, 0, lane, own);
+  KeyStream<Warp, Walk> stream(p, shape, work, 0, lane, own);
   int head = 0;  // the stage to compute with next; the one before it is free
 #pragma unroll 1
   for (int s = -1; s < Warp::kStages - 1; ++s) stream.issue(s);
@@ -215,7 +214,51 @@ __device__ __forceinline__ bool take_short_works(const Params& p, const Shape& s
       return true;
     }
   }
-  if constexpr (kHasAnyShortWorks<Tr>) attend_short_works<Tr>(p, shape, boxes, entry, part, smem, warp, lane);
+  if constexpr (kHasAnyShortWorks<Tr>) {
+    if (warp >= ShortWorks<Tr>::kWarps) return true;
+    WorkWalk work(p, shape, entry, part, warp, ShortWorks<Tr>::kWarps);
+    attend_short_works<Tr>(p, shape, boxes, work, smem, warp, lane);
+  }
+  return true;
+}
+
+// Whether warps alone serve short works of a call.
+template <class Tr>
+__device__ __forceinline__ bool warps_serve(const Params& p, const Shape& shape, const Boxes& boxes) {
+  if constexpr (kHasLoneWarps<Tr>) {
+    return LoneWarp<Tr>::serves(p, shape, boxes);
+  } else {
+    return kHasAnyShortWorks<Tr>;
+  }
+}
+
+// The works that are dealt to warps alone, or a part of short works; false if it is another part. They come first:
+// those that CTAs take end together.
+template <class Tr>
+__device__ __forceinline__ bool take_short_works_or_part(const Params& p, const Shape& shape, const Boxes& boxes,
+                                                         const SplitKvEntry& entry, const Deal& deal, int part,
+                                                         uint8_t* smem, int warp, int lane) {
+  const bool dealt = deal.by_warps > 0;
+  if (!dealt && !all_short<Tr>(p, shape, entry, kHasLoneWarps<Tr>, lane)) return false;
+  const int parts = p.num_sm_parts - deal.first_part, number = warp * parts + part - deal.first_part;
+  if constexpr (kHasLoneWarps<Tr>) {
+    constexpr int kWarps = Tr::kAllThreads / 32;
+    auto* const queue = reinterpret_cast<int4*>(smem + warp * LoneWarp<Tr>::kQueueBytes);
+    LoneWarp<Tr> works(p, shape, boxes, part, warp, kWarps, queue, lane);
+    if (dealt) {
+      works.take_dealt(deal.by_ctas, deal.by_warps, number, kWarps * parts);
+    } else {
+      works.take_part(entry);
+    }
+    works.attend_all();
+  } else {
+    constexpr int kWarps = ShortWorks<Tr>::kWarps;
+    if (warp >= kWarps) return true;
+    using Walk = WorkWalkOf<true>;
+    Walk work = dealt ? Walk(p, shape, deal.by_ctas, deal.by_ctas + deal.by_warps, number, kWarps * parts)
+                      : Walk(p, shape, entry, part, warp, kWarps);
+    attend_short_works<Tr>(p, shape, boxes, work, smem, warp, lane);
+  }
   return true;
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 #include "device/sm90/wgmma_rows.cuh"
 #include "xqa_decode/cuda/merge.cuh"
+#include "xqa_decode/sm90/tickets.cuh"
 
 namespace attnops::xqa_decode::sm90 {
 
@@ -148,6 +149,12 @@ struct RawTraits : Tr {
 template <class Tr>
 using Bringer = std::conditional_t<widens_ahead<Tr>(), RawTraits<Tr>, Tr>;
 
+// Bytes by which works are handed on in a CTA (dealt_works.cuh).
+template <class Tr>
+constexpr int deal_bytes() {
+  return deals_works<Tr>() ? 96 : 0;
+}
+
 // Where things lie in shared memory, from a 1 KB boundary.
 template <class Tr>
 struct SharedLayout {
@@ -172,7 +179,9 @@ struct SharedLayout {
   static constexpr int kFold = kFoldSums + Tr::kWarps * Tr::kRows * 4;        // [kFoldLevels - 1], where kernels fold
   static constexpr int kRawFull = kInbox + Tr::kInboxBytes + Tr::kFoldBytes;  // barriers [kRawUnits]
   static constexpr int kRawEmpty = kRawFull + (Tr::kWidensAhead ? 96 : 0);    // barriers [kRawUnits]
-  static constexpr int kBytes = kRawEmpty + (Tr::kWidensAhead ? 96 : 0);
+  static constexpr int kDeal = kRawEmpty + (Tr::kWidensAhead ? 96 : 0);       // DealtWalk's, in kernels that have one
+  static constexpr int kBytes = kDeal + deal_bytes<Tr>();
+  static_assert(kBytes <= (deal_bytes<Tr>() > 0 ? Tr::kPartOfSm : kBytes));
 };
 template <class Tr>
 struct SharedLayout<RawTraits<Tr>> {

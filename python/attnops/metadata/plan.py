@@ -69,7 +69,7 @@ class SplitKvPlan:
     window_left: int
     fixed_split_tokens: int
     tile_scheduler_metadata: Tensor  # int32 [num_sm_parts, 8]; a row is a SplitKvEntry
-    num_splits: Tensor  # int32 [B + 1]
+    num_splits: Tensor  # int32 [B + 1]: cuts before a request, or the order in which works begin
     out_partial: Tensor  # float32 [num_partials, rows per work, D_v]
     lse_partial: Tensor  # float32 [num_partials, rows per work]
     semaphores: Tensor  # int32 [works, or their blocks of rows] or more, zero between calls

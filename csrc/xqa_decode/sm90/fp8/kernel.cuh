@@ -17,7 +17,9 @@ class Consumer {
     if (own_thread<Tr>() == 0) *at<TilePlace>(Shared::kPlace) = {0, 0, 0};
   }
 
-  __device__ __forceinline__ void run(Walk<Tr>& piece) {
+  using Pieces = PiecesOf<Tr>;
+
+  __device__ __forceinline__ void run(Pieces& piece) {
     fetch_queries(piece);
     bool more = true;
 #pragma unroll 1
@@ -69,7 +71,7 @@ class Consumer {
 
   // Starts the copies of the next piece's queries, as they are, to where `open` finds them: every warp those of its own
   // rows. Registers would be spilled, and then wait for them.
-  __device__ __forceinline__ void fetch_queries(const Walk<Tr>& piece) {
+  __device__ __forceinline__ void fetch_queries(const Pieces& piece) {
     const WorkPlace place{piece.work(), piece.request(), piece.kv_head()};
     const int warp = own_thread<Tr>() / 32, lane = threadIdx.x % 32;
     const int first_row = piece.row_block() * Tr::kRows + warp * kRowsPerWarp;
@@ -97,7 +99,7 @@ class Consumer {
   }
 
   // Queries, scales and edges into shared memory.
-  __device__ __forceinline__ void open(const Walk<Tr>& piece, const WorkPlace& place, RowBlock<Tr>& block) {
+  __device__ __forceinline__ void open(const Pieces& piece, const WorkPlace& place, RowBlock<Tr>& block) {
     const float k_scale = p_.k_scale ? __ldg(p_.k_scale + place.kv_head * p_.k_scale_stride) : 1.f;
     const float to_log2 = p_.softmax_scale * k_scale * kLog2e;
     // A positive scale alone waits for the exponent's subtraction: both are one instruction there.
@@ -130,7 +132,7 @@ class Consumer {
   }
 
   // Tiles of the piece that need neither a mask nor a soft cap, nor scales that do not join the exponent.
-  __device__ __forceinline__ TileRange plain_tiles(const Walk<Tr>& piece) const {
+  __device__ __forceinline__ TileRange plain_tiles(const Pieces& piece) const {
     if (!at<Edges>(Shared::kEdges)->joined_) return {0, 0};
     const KvRange keys = piece.keys();
     // Keys [begin, end) are seen by every row. A tree may hide even the first new token.
@@ -143,7 +145,7 @@ class Consumer {
 
   // The walk's state lies in shared memory while tiles are multiplied: that needs the registers. One thread writes it,
   // when all have read the last, and all read it after a barrier.
-  __device__ __forceinline__ void put_away(Walk<Tr>& piece) const {
+  __device__ __forceinline__ void put_away(Pieces& piece) const {
     if (own_thread<Tr>() != 0) return;
     uint32_t place = hopper::smem_address(smem_) + Shared::kPiece;
     piece.visit_state([&](int word) {
@@ -151,7 +153,7 @@ class Consumer {
       place += 4;
     });
   }
-  __device__ __forceinline__ void take_back(Walk<Tr>& piece) const {
+  __device__ __forceinline__ void take_back(Pieces& piece) const {
     uint32_t place = hopper::smem_address(smem_) + Shared::kPiece;
     piece.visit_state([&](int& word) {
       hopper::load_word(word, place);

@@ -44,6 +44,7 @@ void launch(const Params& p, cudaStream_t stream) {
   if constexpr (!kGathers) {
     if (few && (many || thin) && heads_pair_up(p)) return launch_traits<Traits<8, kGathers, 12, 2>>(p, stream);
   }
+  if (few && may_deal(p)) return launch_traits<Traits<8, kGathers, 12, 1, true>>(p, stream);
   // A ring that is deeper than tiles need is room for one more warp where all works of a part are short.
   if (few) return launch_traits<Traits<8, kGathers, 12>>(p, stream);
   launch_traits<Traits<16, kGathers>>(p, stream);
