@@ -88,6 +88,8 @@ std::string text_of(Form form) {
     case Form::kGather: return "keys that come row by row";
     case Form::kOneTile: return "works of one tile of keys";
     case Form::kWholeRows: return "keys that come in boxes of eight whole rows";
+    case Form::kPlain: return "plain calls whose keys come in boxes";
+    case Form::kCut: return "keys that come in boxes and may be cut";
     case Form::kFp8Keys: return "FP8 keys that come in boxes";
     case Form::kFp8KeysGather: return "FP8 keys that come row by row";
     case Form::kShort: return "short calls whose keys come in boxes";
@@ -162,6 +164,8 @@ constexpr Impl kImpls[] = {
 #if defined(ATTNOPS_HAS_SM90)
     {"sm90_bf16_hd64", DType::kBFloat16, 64, 64, sm90::kBf16Hd64, Form::kBoxes},
     {"sm90_gather_bf16_hd64", DType::kBFloat16, 64, 64, sm90::kBf16Hd64, Form::kGather},
+    {"sm90_plain_bf16_hd64", DType::kBFloat16, 64, 64, sm90::kBf16Hd64, Form::kPlain},
+    {"sm90_cut_bf16_hd64", DType::kBFloat16, 64, 64, sm90::kBf16Hd64, Form::kCut},
     {"sm90_fp8_keys_bf16_hd64", DType::kBFloat16, 64, 64, sm90::kBf16Hd64, Form::kFp8Keys},
     {"sm90_fp8_keys_gather_bf16_hd64", DType::kBFloat16, 64, 64, sm90::kBf16Hd64, Form::kFp8KeysGather},
     {"sm90_short_bf16_hd64", DType::kBFloat16, 64, 64, sm90::kBf16Hd64, Form::kShort},
@@ -170,6 +174,7 @@ constexpr Impl kImpls[] = {
     {"sm90_bf16_hd96", DType::kBFloat16, 96, 96, sm90::kBf16Hd96, Form::kBoxes},
     {"sm90_gather_bf16_hd96", DType::kBFloat16, 96, 96, sm90::kBf16Hd96, Form::kGather},
     {"sm90_one_tile_bf16_hd96", DType::kBFloat16, 96, 96, sm90::kBf16Hd96, Form::kOneTile},
+    {"sm90_plain_bf16_hd96", DType::kBFloat16, 96, 96, sm90::kBf16Hd96, Form::kPlain},
     {"sm90_fp8_keys_bf16_hd96", DType::kBFloat16, 96, 96, sm90::kBf16Hd96, Form::kFp8Keys},
     {"sm90_fp8_keys_gather_bf16_hd96", DType::kBFloat16, 96, 96, sm90::kBf16Hd96, Form::kFp8KeysGather},
     {"sm90_short_bf16_hd96", DType::kBFloat16, 96, 96, sm90::kBf16Hd96, Form::kShort},
@@ -179,6 +184,7 @@ constexpr Impl kImpls[] = {
     {"sm90_gather_bf16_hd128", DType::kBFloat16, 128, 128, sm90::kBf16Hd128, Form::kGather},
     {"sm90_one_tile_bf16_hd128", DType::kBFloat16, 128, 128, sm90::kBf16Hd128, Form::kOneTile},
     {"sm90_whole_rows_bf16_hd128", DType::kBFloat16, 128, 128, sm90::kBf16Hd128, Form::kWholeRows},
+    {"sm90_plain_bf16_hd128", DType::kBFloat16, 128, 128, sm90::kBf16Hd128, Form::kPlain},
     {"sm90_fp8_keys_bf16_hd128", DType::kBFloat16, 128, 128, sm90::kBf16Hd128, Form::kFp8Keys},
     {"sm90_fp8_keys_gather_bf16_hd128", DType::kBFloat16, 128, 128, sm90::kBf16Hd128, Form::kFp8KeysGather},
     {"sm90_short_bf16_hd128", DType::kBFloat16, 128, 128, sm90::kBf16Hd128, Form::kShort},
@@ -210,6 +216,8 @@ constexpr Impl kImpls[] = {
     {"sm90_short_one_tile_bf16_hd256", DType::kBFloat16, 256, 256, sm90::kBf16Hd256, Form::kShortOneTile},
     {"sm90_fp16_hd64", DType::kFloat16, 64, 64, sm90::kFp16Hd64, Form::kBoxes},
     {"sm90_gather_fp16_hd64", DType::kFloat16, 64, 64, sm90::kFp16Hd64, Form::kGather},
+    {"sm90_plain_fp16_hd64", DType::kFloat16, 64, 64, sm90::kFp16Hd64, Form::kPlain},
+    {"sm90_cut_fp16_hd64", DType::kFloat16, 64, 64, sm90::kFp16Hd64, Form::kCut},
     {"sm90_fp8_keys_fp16_hd64", DType::kFloat16, 64, 64, sm90::kFp16Hd64, Form::kFp8Keys},
     {"sm90_fp8_keys_gather_fp16_hd64", DType::kFloat16, 64, 64, sm90::kFp16Hd64, Form::kFp8KeysGather},
     {"sm90_short_fp16_hd64", DType::kFloat16, 64, 64, sm90::kFp16Hd64, Form::kShort},
@@ -218,6 +226,7 @@ constexpr Impl kImpls[] = {
     {"sm90_fp16_hd96", DType::kFloat16, 96, 96, sm90::kFp16Hd96, Form::kBoxes},
     {"sm90_gather_fp16_hd96", DType::kFloat16, 96, 96, sm90::kFp16Hd96, Form::kGather},
     {"sm90_one_tile_fp16_hd96", DType::kFloat16, 96, 96, sm90::kFp16Hd96, Form::kOneTile},
+    {"sm90_plain_fp16_hd96", DType::kFloat16, 96, 96, sm90::kFp16Hd96, Form::kPlain},
     {"sm90_fp8_keys_fp16_hd96", DType::kFloat16, 96, 96, sm90::kFp16Hd96, Form::kFp8Keys},
     {"sm90_fp8_keys_gather_fp16_hd96", DType::kFloat16, 96, 96, sm90::kFp16Hd96, Form::kFp8KeysGather},
     {"sm90_short_fp16_hd96", DType::kFloat16, 96, 96, sm90::kFp16Hd96, Form::kShort},
@@ -227,6 +236,7 @@ constexpr Impl kImpls[] = {
     {"sm90_gather_fp16_hd128", DType::kFloat16, 128, 128, sm90::kFp16Hd128, Form::kGather},
     {"sm90_one_tile_fp16_hd128", DType::kFloat16, 128, 128, sm90::kFp16Hd128, Form::kOneTile},
     {"sm90_whole_rows_fp16_hd128", DType::kFloat16, 128, 128, sm90::kFp16Hd128, Form::kWholeRows},
+    {"sm90_plain_fp16_hd128", DType::kFloat16, 128, 128, sm90::kFp16Hd128, Form::kPlain},
     {"sm90_fp8_keys_fp16_hd128", DType::kFloat16, 128, 128, sm90::kFp16Hd128, Form::kFp8Keys},
     {"sm90_fp8_keys_gather_fp16_hd128", DType::kFloat16, 128, 128, sm90::kFp16Hd128, Form::kFp8KeysGather},
     {"sm90_short_fp16_hd128", DType::kFloat16, 128, 128, sm90::kFp16Hd128, Form::kShort},

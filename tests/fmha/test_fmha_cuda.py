@@ -51,7 +51,7 @@ def test_dims_reach_every_row(kernels):
     for dtype in DTYPES.values():
         for head_dim, head_dim_v in DIMS:
             problem = ragged_problem([70, 3], head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype).to("cuda")
-            assert_right(problem)
+            assert_right(problem, logit_cap=30.0)  # plain calls have rows of their own
     hopper = kernels != PORTABLE and torch.cuda.get_device_capability() == (9, 0)
     if hopper:
         for head_dim in (128, 192, 256):
@@ -62,25 +62,27 @@ def test_dims_reach_every_row(kernels):
 
 
 def problem_of(form: str, dtype: torch.dtype, head_dim: int, head_dim_v: int):
-    """A call that a form of Hopper's kernels is for, and its plan, or None: one that cuts nothing."""
+    """A call that a form of Hopper's kernels is for, and its plan, or None: one that cuts nothing; and its options."""
     options = {"num_q_heads": 16, "num_kv_heads": 4, "head_dim": head_dim, "dtype": dtype}
     if "fp8_keys" in form:
         options["kv_dtype"] = FP8
     if "gather" in form:  # few rows share a tile as they do in the long shape, so short calls may gather
         problem = paged_problem([130, 90], [3, 2], page_size=3, **options)
-        values = {name: getattr(problem, name)[..., :head_dim_v] for name in ("v_pages", "v_exact")}
-        problem = dataclasses.replace(problem, **values)
     elif form == "whole_rows":  # a tile is more boxes of a chunk than of eight keys with all columns
         problem = paged_problem([300, 200], [130, 90], page_size=24, **options)
-        values = {name: getattr(problem, name)[..., :head_dim_v] for name in ("v_pages", "v_exact")}
-        problem = dataclasses.replace(problem, **values)
     else:
         wide = head_dim_v > 128
         mean = {"short": 90, "short_one_tile": 30 if wide else 45, "one_tile": 30 if wide else 100}.get(form, 200)
+        mean = 1100 if form in ("plain", "cut") else mean  # not short
         lengths = [mean - 5, mean + 5] * (48 if form == "one_tile" else 1)
         problem = ragged_problem(lengths, head_dim_v=head_dim_v, padding=0, **options)
+    if "gather" in form or form == "whole_rows":
+        values = {name: getattr(problem, name)[..., :head_dim_v] for name in ("v_pages", "v_exact")}
+        problem = dataclasses.replace(problem, **values)
     problem = problem.to("cuda")
-    return problem, filled(split_plan(problem), problem) if form.startswith(("short", "one_tile")) else None
+    may_cut = form.startswith(("short", "one_tile", "plain", "cut"))
+    plain = dtype == FP8 or form not in ("", "cut")
+    return problem, filled(split_plan(problem), problem) if may_cut else None, {} if plain else {"logit_cap": 30.0}
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.startswith("sm90")])
@@ -89,10 +91,10 @@ def test_every_form_of_hoppers_kernels_is_a_row(row, kernels):
         pytest.skip("Hopper's own kernels")
     form, name, head_dim, head_dim_v = re.fullmatch(r"sm90_(?:(.*)_)?([^_]+)_hd(\d+)(?:x(\d+))?", row).groups()
     dtype = {**DTYPES, "e4m3": FP8}[name]
-    problem, plan = problem_of(form or "", dtype, int(head_dim), int(head_dim_v or head_dim))
+    problem, plan, options = problem_of(form or "", dtype, int(head_dim), int(head_dim_v or head_dim))
     before = counts()
     bounds = {"bound": MAX_RELATIVE_ERROR_FP8, "lse_atol": 1e-2} if dtype == FP8 else {}
-    assert_right(problem, plan=plan, **bounds)
+    assert_right(problem, plan=plan, **bounds, **options)
     assert rows_asked_since(before) == {row}
 
 

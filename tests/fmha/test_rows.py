@@ -12,6 +12,8 @@ FORMS = {
     "kGather": "gather_",
     "kOneTile": "one_tile_",
     "kWholeRows": "whole_rows_",
+    "kPlain": "plain_",
+    "kCut": "cut_",
     "kFp8Keys": "fp8_keys_",
     "kFp8KeysGather": "fp8_keys_gather_",
     "kShort": "short_",
@@ -31,6 +33,8 @@ def forms_of(text: str) -> set[str]:
         forms.add("kOneTile")
     if not re.search(r"head_dim_qk = (64|96),", text):
         forms.add("kWholeRows")
+    if re.search(r"head_dim_qk = (64|96|128),", text):
+        forms |= {"kPlain", "kCut"} if ".warpgroups = 3" in text else {"kPlain"}
     if ".ctas = 2" in text or ".lone = true" in text:
         forms |= {"kShort", "kShortGather", "kShortOneTile"}
     return forms

@@ -9,7 +9,7 @@ from attnops import ops
 from attnops.explain_prefill import prefill_plan
 from attnops.metadata import FmhaPlan
 from checks import MAX_RELATIVE_ERROR_FP8, assert_attention_close, assert_lse_close
-from fmha_calls import plan_of, split_plan
+from fmha_calls import assert_same_bits, filled, plan_of, run, split_plan
 from problems import FP8, paged_problem, ragged_problem
 
 SMS, NEVER = 132, 2**31 - 1
@@ -152,6 +152,35 @@ def test_cut_tiles_are_right(seed):
     for _ in range(3):
         again, _ = run_paged(problem, plan, **options)
         assert torch.equal(again, out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("cap", [2.0, 50.0, 90.0])
+def test_capped_scores_of_any_size(cap, head_dim):
+    """Small ones have polynomials of degree three and five. Exponents up to 80 need no reference, those of 90 do."""
+    heads = {"num_q_heads": 8, "num_kv_heads": 2}
+    problem = ragged_problem([300, 130], [1300, 2100], head_dim=head_dim, dtype=torch.bfloat16, **heads).to("cuda")
+    plan = filled(split_plan(problem), problem)
+    for scale in (0.02, 0.3, 1.0, 5.0, -0.4, 0.0):
+        options = {"logit_cap": cap, "softmax_scale": scale}
+        out, lse = run(problem, plan=plan, **options)
+        expected_out, expected_lse = problem.expected(**options)
+        assert_attention_close(out.cpu(), expected_out, torch.bfloat16)
+        assert_lse_close(lse.cpu(), expected_lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_plain_calls_have_the_bits_of_others(head_dim, dtype):
+    """A scale of keys, which only the device knows, takes the kernel that has every option."""
+    heads = {"num_q_heads": 8, "num_kv_heads": 2}
+    problem = ragged_problem([300, 130, 70], [1300, 2100, 70], head_dim=head_dim, dtype=dtype, **heads).to("cuda")
+    ones = torch.ones(2, device="cuda")
+    for options in ({}, {"window_left": 200}, {"causal": False}):
+        plan = filled(split_plan(problem, **options), problem)
+        assert_same_bits(run(problem, plan=plan, **options), run(problem, plan=plan, k_scale=ones, **options))
 
 
 @pytest.mark.gpu

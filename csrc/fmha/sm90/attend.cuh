@@ -13,6 +13,7 @@ enum class Tile {
   kFull,         // every row sees every key
   kMasked,       // some row does not
   kTransformed,  // masked, and scores are capped, or their scale is not positive
+  kCapped,       // masked, and exponents of capped scores need no reference
 };
 
 // A warpgroup that computes: 64 rows against all tiles of keys of a work.
@@ -33,6 +34,9 @@ class Consumer {
   static constexpr bool kConverts = !Tr::kFp8 && !std::is_same_v<T, typename Tr::Caller>;  // queries
   static constexpr bool kHasOnly = Tr::kFewKeys > 0 && !kFence;  // a path for works of one tile
   static constexpr Shape kShape = Tr::kShape;
+  // Exponents of capped scores, where plain calls have another kernel.
+  static constexpr bool kMayBound =
+      Tr::kHasPlain && !kFence && kShape.overlap && !kShape.plain && std::is_same_v<T, __nv_bfloat16>;
   static constexpr int kVRows = Tr::kFp8 ? Tr::kHeadDimV : Tr::kChunkRows;  // of a chunk of values in shared memory
   static constexpr int kVStep = 2 * Tr::kVGroupBytes >> 4;                  // sixteen keys
   static constexpr int kProbabilities = Tr::kKeys * int{sizeof(T)} / 8;     // registers
@@ -135,17 +139,25 @@ class Consumer {
 
   __device__ __forceinline__ void attend(const Work& w) {
     const int first_row = 64 * group_;
-    rows_.start(p_, s_, w, first_row + 16 * warp_ + lane_ / 4);
+    rows_.template start<kShape.plain>(p_, s_, w, first_row + 16 * warp_ + lane_ / 4);
     column_ = lane_ % 4 * 2;
     const float k_scale = p_.k_scale != nullptr ? p_.k_scale[w.kv_head * p_.k_scale_stride] : 1.f;
     scale_ = p_.softmax_scale * k_scale * kLog2E;
-    transformed_ = p_.logit_cap > 0.f || !(scale_ > 0.f);
+    transformed_ = !kShape.plain && (p_.logit_cap > 0.f || !(scale_ > 0.f));
+    bounded_ = false;
     if (transformed_) {
       inner_scale_ = scale_ / kLog2E;
       scale_ = kLog2E;
       if (p_.logit_cap > 0.f) {
         inner_scale_ /= p_.logit_cap;
         scale_ *= p_.logit_cap;
+        if constexpr (kMayBound) {  // other bits than those of gathered rows
+          bounded_ = scale_ <= kMostExponent && p_.pieces != nullptr;
+          if (bounded_) {
+            rows_.reference[0] = rows_.reference[1] = 0.f;
+            capped_.start(inner_scale_, scale_);
+          }
+        }
       }
     }
     const uint32_t queries = shared_ + Layout::kQ + q_ring_.stage * Tr::kQBytes + first_row * 128;
@@ -164,19 +176,24 @@ class Consumer {
       int full_begin, full_end;
       full_tiles(w, first_row, full_begin, full_end);
       bool started = false;
-      if constexpr (kShape.overlap) first_scores(w, tile++);
-      if (transformed_) {
+      if constexpr (kShape.overlap) first_scores(w, tile++, tile_end);
+      if (kMayBound && __any_sync(0xffffffffu, bounded_)) {
+#pragma unroll 1
         for (; tile < tile_end; ++tile) {
-          step<Tile::kTransformed>(w, tile, tile < full_begin || tile >= full_end, started);
+          step<Tile::kCapped>(w, tile, tile_end, tile < full_begin || tile >= full_end, started);
+        }
+      } else if (!kShape.plain && transformed_) {
+        for (; tile < tile_end; ++tile) {
+          step<Tile::kTransformed>(w, tile, tile_end, tile < full_begin || tile >= full_end, started);
         }
       } else {
 #pragma unroll 1
         for (int part = 0; part < 2; ++part) {
           const int masked_end = part == 0 ? min_of(max_of(full_begin, tile), tile_end) : tile_end;
 #pragma unroll 1
-          for (; tile < masked_end; ++tile) step<Tile::kMasked>(w, tile, true, started);
+          for (; tile < masked_end; ++tile) step<Tile::kMasked>(w, tile, tile_end, true, started);
 #pragma unroll 1
-          for (; tile < full_end; ++tile) step<Tile::kFull>(w, tile, false, started);
+          for (; tile < full_end; ++tile) step<Tile::kFull>(w, tile, tile_end, false, started);
         }
       }
       if constexpr (kShape.overlap) {
@@ -313,7 +330,9 @@ class Consumer {
         for (float& score : scores_) score *= inner_scale_;
       }
     }
-    if constexpr (kTile != Tile::kFull) {
+    if constexpr (kTile != Tile::kFull && kShape.plain) {
+      rows_.mask_ranges(scores_, tile * Tr::kKeys + column_);
+    } else if constexpr (kTile != Tile::kFull) {
       if (kTile == Tile::kMasked || masked) rows_.mask(scores_, p_, w, w.place_of(tile) * Tr::kKeys + column_);
     }
   }
@@ -323,6 +342,19 @@ class Consumer {
       return rows_.template to_exponents<kShape.largest_first>(scores_, row_scale_, shrink);
     } else {
       return rows_.template to_exponents<kShape.largest_first>(scores_, scale_, shrink);
+    }
+  }
+
+  // Scores of a tile become exponents. Returns whether references have moved.
+  template <Tile kTile>
+  __device__ __forceinline__ bool treat_to_exponents(const Work& w, int tile, bool masked, float (&shrink)[2]) {
+    if constexpr (kTile == Tile::kCapped) {
+      capped_.to_exponents(scores_, inner_scale_, scale_);
+      if (masked) rows_.mask(scores_, p_, w, w.place_of(tile) * Tr::kKeys + column_);
+      return false;
+    } else {
+      treat<kTile>(w, tile, masked);
+      return to_exponents(shrink);
     }
   }
 
@@ -344,7 +376,12 @@ class Consumer {
     for (int i = 0; i < Tr::kHeadDimV / 2; ++i) out_[i] *= shrink[i / 2 % 2];
   }
 
-  __device__ __forceinline__ void first_scores(const Work& w, int tile) {
+  // Where a work's end is held in a register, which the other kernels have none for.
+  static __device__ __forceinline__ bool is_last(const Work& w, int tile, int tile_end) {
+    return tile + 1 == (kShape.plain ? tile_end : w.tile_end);
+  }
+
+  __device__ __forceinline__ void first_scores(const Work& w, int tile, int tile_end) {
     await_keys();
     take_turn();
     hopper::wgmma_fence();
@@ -352,20 +389,24 @@ class Consumer {
     pass_turn();
     hopper::wgmma_wait<0>(scores_);
     release_keys();
-    release_queries(tile + 1 == w.tile_end);
-    if (transformed_) {
-      treat<Tile::kTransformed>(w, tile, true);
-    } else {
-      treat<Tile::kMasked>(w, tile, true);
-    }
+    release_queries(is_last(w, tile, tile_end));
     float shrink[2];
-    to_exponents(shrink);
+    if (kMayBound && bounded_) {
+      treat_to_exponents<Tile::kCapped>(w, tile, true, shrink);
+    } else {
+      if (!kShape.plain && transformed_) {
+        treat<Tile::kTransformed>(w, tile, true);
+      } else {
+        treat<Tile::kMasked>(w, tile, true);
+      }
+      to_exponents(shrink);
+    }
     rows_.exponentiate(scores_);
     pack();
   }
 
   template <Tile kTile>
-  __device__ __forceinline__ void step(const Work& w, int tile, bool masked, bool& started) {
+  __device__ __forceinline__ void step(const Work& w, int tile, int tile_end, bool masked, bool& started) {
     float shrink[2];
     await_keys();
     take_turn();
@@ -379,9 +420,8 @@ class Consumer {
       pass_turn();
       hopper::wgmma_wait<1>(scores_);
       release_keys();
-      release_queries(tile + 1 == w.tile_end);
-      treat<kTile>(w, tile, masked);
-      const bool moved = to_exponents(shrink);
+      release_queries(is_last(w, tile, tile_end));
+      const bool moved = treat_to_exponents<kTile>(w, tile, masked, shrink);
       rows_.exponentiate(scores_);
       keep_before_wait();
       hopper::wgmma_wait<0>(out_);
@@ -392,9 +432,8 @@ class Consumer {
       pass_turn();
       hopper::wgmma_wait<0>(scores_);
       release_keys();
-      release_queries(tile + 1 == w.tile_end);
-      treat<kTile>(w, tile, masked);
-      const bool moved = to_exponents(shrink);
+      release_queries(is_last(w, tile, tile_end));
+      const bool moved = treat_to_exponents<kTile>(w, tile, masked, shrink);
       if (moved) shrink_out(shrink);
       rows_.exponentiate(scores_);
       pack();
@@ -487,7 +526,8 @@ class Consumer {
   uint32_t shared_;
   int group_, lane_, warp_, column_ = 0;
   uint32_t everywhere_;  // shared_ in CTA `lane` of the cluster
-  bool transformed_ = false;
+  bool transformed_ = false, bounded_ = false;
+  Capped capped_;
   float scale_ = 0.f, inner_scale_ = 0.f;
   float row_scale_[2] = {}, row_factor_[2] = {};  // kConverts: scale_, and what a row's queries were divided by
   uint32_t q_operand_ = 0, k_operand_, v_operand_;

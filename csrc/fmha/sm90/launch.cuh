@@ -163,6 +163,11 @@ bool suits_whole_rows(const Params& p) {
   return false;
 }
 
+// Whether calls in boxes have tiles of their own where keys may be cut. Other tiles give other bits: not where these
+// may not depend on the batch, nor on how keys are stored.
+template <class Tr>
+constexpr bool kHasCutTiles = Tr::kHasPlain && Tr::Boxes::kKeys != Tr::kKeys;
+
 // The choice among the kernels of an instantiation: of the shape `Tr`, and of `Short` for short calls, where it has
 // one.
 template <class Tr, class Short = void>
@@ -178,7 +183,13 @@ Form form_of(const Params& p) {
   }
   if (box_keys_of<Tr>(p) == 0) return Form::kGather;
   if (suits_one_tile<Tr>(p)) return Form::kOneTile;
-  return suits_whole_rows<Tr>(p) ? Form::kWholeRows : Form::kBoxes;
+  if (suits_whole_rows<Tr>(p)) return Form::kWholeRows;
+  if constexpr (Tr::kHasPlain) {
+    if (kHasCutTiles<Tr> && p.pieces == nullptr) return Form::kBoxes;
+    if (schedule_of(p, Tr::kRows, 1).plain != 0) return Form::kPlain;
+    if (kHasCutTiles<Tr>) return Form::kCut;
+  }
+  return Form::kBoxes;
 }
 
 template <class Tr>
@@ -214,6 +225,14 @@ void launch_form(Form form, const Params& p, cudaStream_t stream) {
   if (form == Form::kGather) return launch_gather<Tr>(p, stream);
   if constexpr (Tr::kHasOneTile) {
     if (form == Form::kOneTile) return launch_one_tile<Tr>(p, stream);
+  }
+  if constexpr (Tr::kHasPlain) {
+    if (form == Form::kPlain) {
+      return launch_kernel<typename Tr::Boxes::Plain, false>(p, make_schedule<typename Tr::Boxes>(p), stream);
+    }
+    if constexpr (kHasCutTiles<Tr>) {
+      if (form == Form::kCut) return launch_boxes<typename Tr::Boxes>(p, stream);
+    }
   }
   if constexpr (Tr::kHasWholeRows) {
     if (form == Form::kWholeRows) return launch_whole_rows<Tr>(p, stream);

@@ -42,6 +42,66 @@ __device__ __forceinline__ void cap_scores(float (&scores)[kCount], float scale)
   }
 }
 
+// Exponents up to here need no reference: their powers fit bfloat16, and sums of these over all keys fit float32.
+inline constexpr float kMostExponent = 80.f;
+
+// Capped scores, as exponents: outer * tanh(score * inner), for outer <= kMostExponent. By a polynomial of degree three
+// to 0.14, of degree five to 0.35: both err by 4.5e-7 of outer. What a score becomes depends on that score alone.
+struct Capped {
+  float near, mid, a, b;  // near, mid: squares of scores that have polynomials, or negative
+
+  __device__ __forceinline__ void start(float inner, float outer) {
+    const bool has_powers = fabsf(inner) > 1e-6f && fabsf(inner) < 1e6f;  // up to the fifth
+    near = has_powers ? 0.0196f / (inner * inner) : -1.f;
+    mid = has_powers ? 0.1225f / (inner * inner) : -1.f;
+    a = 0.99998419f * (inner * outer);
+    b = -0.33009495f * (inner * outer * inner * inner);
+  }
+
+  template <int kCount>
+  __device__ __forceinline__ void to_exponents(float (&scores)[kCount], float inner, float outer) const {
+    constexpr int kBlock = 16;  // squares of all scores would take too many registers
+#pragma unroll
+    for (int begin = 0; begin < kCount; begin += kBlock) {
+      float z[kBlock];
+      int top[2] = {0, 0};  // positive floats are ordered like their bits
+#pragma unroll
+      for (int i = 0; i < kBlock; ++i) z[i] = scores[begin + i] * scores[begin + i];
+#pragma unroll
+      for (int i = 0; i < kBlock; i += 2) {
+        top[i / 2 % 2] = __vimax3_s32(top[i / 2 % 2], __float_as_int(z[i]), __float_as_int(z[i + 1]));
+      }
+      const int largest = max_of(top[0], top[1]);
+      if (!__any_sync(0xffffffffu, largest > __float_as_int(near))) {
+#pragma unroll
+        for (int i = 0; i < kBlock; ++i) scores[begin + i] *= fmaf(b, z[i], a);
+      } else if (!__any_sync(0xffffffffu, largest > __float_as_int(mid))) {
+#pragma unroll
+        for (int i = 0; i < kBlock; ++i) scores[begin + i] *= factor(z[i], inner, outer);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kBlock; ++i) {
+          float inverse;  // of 1 + e^2x
+          asm("rcp.approx.ftz.f32 %0, %1;"
+              : "=f"(inverse)
+              : "f"(exp2_approx(scores[begin + i] * (2.f * kLog2E * inner)) + 1.f));
+          const float exact = fmaf(-2.f * outer, inverse, outer),
+                      close = scores[begin + i] * factor(z[i], inner, outer);
+          scores[begin + i] = z[i] <= mid ? close : exact;
+        }
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ float factor(float z, float inner, float outer) const {
+    const float square = inner * inner, first = inner * outer;
+    const float five =
+        fmaf(fmaf(0.12211402f * (first * square * square), z, -0.33261985f * (first * square)), z, 0.99998765f * first);
+    return z <= near ? fmaf(b, z, a) : five;
+  }
+};
+
 // What two rows of a lane may see, and how far their softmax has come. The reference of a row moves only when a score
 // exceeds it by kTop powers of two (FlashAttention-4): accumulators are rarely rescaled, and stay far from overflow.
 //

@@ -22,6 +22,7 @@ struct Shape {
   bool one_tile = false;       // works of one tile have a path of their own, and are told of several at once
   bool whole_rows = false;     // boxes have eight keys, with all of their columns
   bool lone = false;           // for short calls, one CTA an SM: threads have all registers that there may be
+  bool plain = false;          // for calls that are Schedule::plain: less machine code
 };
 
 // What tiles may take of an SM's shared memory, divided among its CTAs: it keeps 1 KiB for each, the base is rounded up
@@ -79,6 +80,22 @@ constexpr Shape of_whole_rows(Shape s) {
   return s;
 }
 
+// For long calls whose keys come in boxes and may be cut. Beside fewer scores, three warpgroups have registers for
+// probabilities whose values are multiplied.
+constexpr Shape of_boxes(Shape s) {
+  if (s.warpgroups < 3) return s;
+  s.keys = 96;
+  s.stages = 3;
+  s.overlap = true;
+  s.largest_first = false;
+  return s;
+}
+
+constexpr Shape of_plain(Shape s) {
+  s.plain = true;
+  return s;
+}
+
 // Tiles and shared memory of one instantiation. Head dims are those of the tile; smaller ones are filled with zeros.
 //
 // A CTA is one warpgroup that brings tiles and kWarpgroups that compute, 64 rows each. A row is a query token and one
@@ -99,6 +116,8 @@ struct Traits {
   using Rows = Traits<T, kFp8 ? kShape_ : of_rows(kShape_, kNarrow_), Caller, kNarrow_>;
   using OneTile = Traits<T, of_one_tile(kShape_), Caller>;
   using WholeRows = Traits<T, of_whole_rows(kShape_), Caller>;
+  using Boxes = Traits<T, of_boxes(kShape_), Caller>;
+  using Plain = Traits<T, of_plain(kShape_), Caller>;
   static constexpr Shape kShape = kShape_;
   static constexpr int kHeadDimQk = kShape.head_dim_qk, kHeadDimV = kShape.head_dim_v;
   static constexpr int kKeys = kShape.keys;
@@ -121,6 +140,9 @@ struct Traits {
   static constexpr bool kWholeRows = kShape.whole_rows;
   static constexpr bool kHasWholeRows = !kFp8 && !kNarrow && !kShort && !kShape.one_tile && !kWholeRows &&
                                         (kHeadDimQk | kHeadDimV) % 64 == 0 && kHeadDimV > 64;
+  // Plain calls in boxes have a kernel of their own, so the other one may have code that they do not run.
+  static constexpr bool kHasPlain =
+      !kFp8 && !kNarrow && !kShort && !kWholeRows && kHeadDimV <= 128 && kHeadDimQk <= 128 && !kShape.one_tile;
   static constexpr int kConsumerRegisters = kShape.registers;
   // Warpgroups start with equal shares and may trade what they were given together.
   static constexpr int kProducerRegisters =
