@@ -69,7 +69,7 @@ def problem_of(form: str, dtype: torch.dtype, head_dim: int, head_dim_v: int):
     if "gather" in form:  # few rows share a tile as they do in the long shape, so short calls may gather
         problem = paged_problem([130, 90], [3, 2], page_size=3, **options)
     elif form == "whole_rows":  # a tile is more boxes of a chunk than of eight keys with all columns
-        problem = paged_problem([300, 200], [130, 90], page_size=24, **options)
+        problem = paged_problem([300, 200], [130, 90], page_size=8, **options)
     else:
         wide = head_dim_v > 128
         mean = {"short": 90, "short_one_tile": 30 if wide else 45, "one_tile": 30 if wide else 100}.get(form, 200)

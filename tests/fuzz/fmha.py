@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,8 +63,31 @@ class Call:
     paging: Paging | None
 
 
-def draw_call(draw: Draw, *, paged: bool, fp8_queries: bool = False) -> Call:
-    set_isa(draw)
+@dataclass(frozen=True)
+class Shape:
+    """What a call is about.
+
+    Args:
+        heads: Of queries and of keys.
+        dims: Of keys and of values.
+        dtypes: Of q and of the cache.
+        page_size: 0: any.
+        capped, all_keys: Whether scores have a cap, and the causal rule does not hold, where the shape is aimed at one
+            of Hopper's kernels.
+    """
+
+    heads: tuple[int, int]
+    dims: tuple[int, int]
+    dtypes: tuple[torch.dtype, torch.dtype]
+    lengths_q: list[int]
+    lengths_k: list[int]
+    page_size: int = 0
+    split_keys: bool = True
+    capped: bool = False
+    all_keys: bool = False
+
+
+def draw_shape(draw: Draw, fp8_queries: bool) -> Shape:
     set_arch(draw)
     heads, kv_heads = draw_heads(draw)
     dim = draw.pick(DIMS)
@@ -77,11 +101,26 @@ def draw_call(draw: Draw, *, paged: bool, fp8_queries: bool = False) -> Call:
     lengths_q = [min(draw.length(most_q), most_q) for _ in range(batch)]
     if draw.chance(0.6):
         lengths_q = [min(count_q, count_k) for count_q, count_k in zip(lengths_q, lengths_k)]
+    return Shape((heads, kv_heads), (dim, dim_v), (dtype, kv_dtype), lengths_q, lengths_k)
+
+
+def draw_call(draw: Draw, *, paged: bool, fp8_queries: bool = False, shape: Shape | None = None) -> Call:
+    """Of any shape, or of one that is for one of Hopper's kernels."""
+    set_isa(draw)
+    aimed = shape is not None
+    shape = shape or draw_shape(draw, fp8_queries)
+    (heads, kv_heads), (dim, dim_v), (dtype, kv_dtype) = shape.heads, shape.dims, shape.dtypes
+    lengths_q, lengths_k, batch = shape.lengths_q, shape.lengths_k, len(shape.lengths_k)
     draw.note(paged=paged, H=(heads, kv_heads), D=(dim, dim_v), dtypes=(dtype, kv_dtype), q=lengths_q, k=lengths_k)
     rules = draw_rules(draw, lengths_q, lengths_k, heads, dim, right=True)
-    if rules.tree is None and draw.chance(0.2):
+    if aimed:
+        causal, cap = rules.causal and not shape.all_keys, draw.random.uniform(0.5, 30.0) if shape.capped else 0.0
+        rules = replace(rules, scale=dim**-0.5, tree=None, cap=cap, causal=causal)
+    elif rules.tree is None and draw.chance(0.2):
         rules = replace(rules, hidden=draw_hidden(draw, lengths_q, lengths_k))
     k_scale, v_scale = (draw_scales(draw, kv_heads, kv_dtype) for _ in range(2))
+    if aimed and kv_dtype == dtype:
+        k_scale = None
     tokens = sum(lengths_k)
     k = stored(draw.normal(tokens, kv_heads, dim), kv_dtype, k_scale)
     v = stored(draw.normal(tokens, kv_heads, dim_v), kv_dtype, v_scale)
@@ -92,7 +131,7 @@ def draw_call(draw: Draw, *, paged: bool, fp8_queries: bool = False) -> Call:
         q[answer.lse == -math.inf] = math.nan
     padding = draw.pick([0, 0, 1, 5])
     answer = with_padding(answer, padding)
-    q = strided(draw, torch.cat([q, torch.full((padding, heads, dim), math.nan)]).to(dtype))
+    q = strided(draw, torch.cat([q, torch.full((padding, heads, dim), math.nan)]).to(dtype), odd=not aimed)
     options = call_options(draw, rules) | {"window_right": rules.window_right}
     options["k_scale"], options["v_scale"] = (
         None if s is None else s.to(draw.device, non_blocking=True) for s in (k_scale, v_scale)
@@ -115,21 +154,22 @@ def draw_call(draw: Draw, *, paged: bool, fp8_queries: bool = False) -> Call:
         num_q_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=max(dim, dim_v) if known else 128,
-        max_seqlen_q=max(lengths_q, default=0) if known else None,
+        max_seqlen_q=max(lengths_q, default=0) if known and not aimed else None,
+        split_keys=shape.split_keys,
         device=draw.device,
     )
     cu_seqlens_q = _int32(draw, _bounds(lengths_q))
     draw.note(tile_q=plan.tile_q, padding=padding)
     paging = None
     if paged:
-        paging = Paging(draw, lengths_k, draw.pick(PAGE_SIZES))
-        given = _paged(draw, plan, cu_seqlens_q, lengths_k, k, v, used, paging)
+        paging = Paging(draw, lengths_k, shape.page_size or draw.pick(PAGE_SIZES))
+        given = _paged(draw, plan, cu_seqlens_q, lengths_k, k, v, used, paging, odd=not aimed)
     else:
-        given = _ragged(draw, plan, cu_seqlens_q, lengths_k, k, v, used)
+        given = _ragged(draw, plan, cu_seqlens_q, lengths_k, k, v, used, odd=not aimed)
     name = "fmha_paged" if paged else "fmha_varlen"
     draw.saw(mode_of_pages(kv_dtype))
     report = new_report(draw)
-    out = Guarded(draw, (q.shape[0], heads, dim_v), torch.bfloat16 if fp8_queries else dtype)
+    out = Guarded(draw, (q.shape[0], heads, dim_v), torch.bfloat16 if fp8_queries else dtype, odd=not aimed)
     lse = Guarded(draw, (q.shape[0], heads), torch.float32, dense=True) if draw.chance(0.8) else None
     given |= {"q": q, "cu_seqlens_q": cu_seqlens_q, "plan": plan, **options}
     given |= {"out": out.view, "lse": None if lse is None else lse.view, "report": report}
@@ -144,7 +184,10 @@ def right_fp8_queries(draw: Draw) -> None:
 
 def right(draw: Draw, *, fp8_queries: bool = False) -> None:
     """One right call, paged or ragged, compared with its answer."""
-    call = draw_call(draw, paged=draw.chance(0.5), fp8_queries=fp8_queries)
+    run(draw, draw_call(draw, paged=draw.chance(0.5), fp8_queries=fp8_queries), fp8_queries)
+
+
+def run(draw: Draw, call: Call, fp8_queries: bool = False) -> None:
     op, given, out, lse = getattr(ops, call.name), call.given, call.out, call.lse
     draw.saw(f"op {call.name}")
     op(**given)
@@ -159,6 +202,38 @@ def right(draw: Draw, *, fp8_queries: bool = False) -> None:
     out.check("out")
     if lse is not None:
         lse.check("lse")
+
+
+def right_forms(draw: Draw) -> None:
+    """Calls of one type and head dims for every form of Hopper's kernels (csrc/fmha/sm90/launch.h), which few draws
+    would reach. Other kernels have the same calls to serve."""
+    if draw.device != "cpu":
+        os.environ["ATTNOPS_CUDA_ARCH"] = ""
+    dtype = draw.pick([torch.bfloat16, torch.float16])
+    dims = draw.pick([(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)])
+    shape = Shape((16, 4), dims, (dtype, dtype), [], [])
+    few, near = [draw.number(1, 3), draw.number(1, 2)], [draw.number(100, 140), draw.number(80, 100)]
+    whole = replace(shape, split_keys=False)
+    long = replace(shape, lengths_q=[draw.number(20, 50)], lengths_k=[draw.number(1030, 1200)])
+    narrow = dims[1] <= 128
+    shapes = [
+        (False, replace(whole, lengths_q=near, lengths_k=near, capped=True)),
+        (True, replace(whole, lengths_q=few, lengths_k=near, page_size=draw.pick([3, 5, 7]))),
+        (True, replace(whole, lengths_q=near, lengths_k=[n + draw.number(0, 90) for n in near], page_size=8)),
+        (False, replace(whole, dtypes=(dtype, FP8), lengths_q=near, lengths_k=near)),
+        (True, replace(whole, dtypes=(dtype, FP8), lengths_q=few, lengths_k=near, page_size=draw.pick([3, 5, 7]))),
+        (False, long),
+        (False, replace(long, capped=True)),
+        (True, replace(shape, lengths_q=few, lengths_k=near, page_size=draw.pick([3, 5, 7]))),
+        (False, replace(shape, lengths_q=near, lengths_k=near)),
+    ]
+    small = [draw.number(38, 48) if narrow else draw.number(24, 34) for _ in range(2)]
+    shapes.append((False, replace(shape, lengths_q=small, lengths_k=small)))
+    if dims != (64, 64) and draw.chance(0.5):  # many works of one tile: too many products for a short call
+        one_tile = [draw.number(95, 103) if narrow else draw.number(24, 34) for _ in range(48)]
+        shapes.append((False, replace(shape, lengths_q=one_tile, lengths_k=one_tile, all_keys=True)))
+    for paged, one in shapes:
+        run(draw, draw_call(draw, paged=paged, shape=one))
 
 
 def with_padding(answer: Answer, padding: int) -> Answer:
@@ -182,13 +257,14 @@ def _paged(
     v: Tensor,
     used: Tensor,
     paging: Paging,
+    odd: bool,
 ) -> dict[str, object]:
     page_size, csr = paging.page_size, draw.chance(0.4)
     draw.note(page=page_size, csr=csr)
     draw.saw("mode csr" if csr else "mode page table")
     pages = []
     for rows in (k, v):
-        pool = strided(draw, poisoned((paging.num_pages, page_size, *rows.shape[1:]), rows.dtype, "cpu"))
+        pool = strided(draw, poisoned((paging.num_pages, page_size, *rows.shape[1:]), rows.dtype, "cpu"), odd)
         fill_pages(pool, paging.slots[used], rows[used])
         pages.append(pool)
     seqlens = _int32(draw, lengths)
@@ -198,7 +274,7 @@ def _paged(
 
 
 def _ragged(
-    draw: Draw, plan: FmhaPlan, cu_seqlens_q: Tensor, lengths: list[int], k: Tensor, v: Tensor, used: Tensor
+    draw: Draw, plan: FmhaPlan, cu_seqlens_q: Tensor, lengths: list[int], k: Tensor, v: Tensor, used: Tensor, odd: bool
 ) -> dict[str, object]:
     """Keys that no row sees, and rows before the first and behind the last request, are NaN."""
     first, behind = draw.pick([0, 0, 0, 2]), draw.number(0, 2)
@@ -206,7 +282,7 @@ def _ragged(
     for values in (k, v):
         row = poisoned((first + len(values) + behind, *values.shape[1:]), values.dtype, "cpu")
         fill_pages(row.unsqueeze(0), used.nonzero().flatten() + first, values[used])
-        rows.append(strided(draw, row))
+        rows.append(strided(draw, row, odd))
     cu_seqlens_k = _int32(draw, _bounds(lengths, first))
     ops.fmha_plan(plan, cu_seqlens_q, cu_seqlens_k)
     draw.note(first=first)
