@@ -60,7 +60,7 @@ def prepared(step, name="torch_native", device="cpu", in_capture=False):
 
 
 def assert_right(out, step):
-    assert relative_error(out, step.expected) <= MAX_RELATIVE_ERROR[MODEL.spec.dtype]
+    assert relative_error(out.cpu(), step.expected.cpu()) <= MAX_RELATIVE_ERROR[MODEL.spec.dtype]
 
 
 @pytest.mark.parametrize("known", KNOWN)

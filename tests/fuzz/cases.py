@@ -44,7 +44,7 @@ FAMILIES: dict[str, tuple[float, Callable[[Draw], None]]] = {
     "mla_decode": (15, mla.right),
     "fmha": (25, fmha.right),
     "fp8 queries": (6, fmha.right_fp8_queries),
-    "prefill forms": (3, fmha.right_forms),
+    "prefill forms": (4, fmha.right_forms),
     "four bits": (5, fp4.right_decode),
     "stores of four bits": (2, fp4.right_store),
     "page tables": (4, paged.right_tables),

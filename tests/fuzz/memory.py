@@ -135,6 +135,8 @@ class Paging:
         self.num_pages = used + spare if used + spare or draw.chance(0.5) else 1
         order = draw.permutation(self.num_pages).tolist()
         columns = max(counts, default=0) + draw.number(0, 2)
+        if draw.chance(0.1):  # as an engine's: kernels that are chosen by the table's width
+            columns = max(columns, min(131072 // page_size, 400_000 // max(len(lengths), 1)))
         self.counts = counts
         rows, flat, indptr, slots, taken = [], [HUGE_INDEX] * draw.number(0, 2), [], [], 0
         indptr.append(len(flat))
