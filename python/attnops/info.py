@@ -46,8 +46,8 @@ def kernel_counts() -> dict[str, int]:
     """How often each row of each kernel table was chosen in this process, by "cpu op row" or "cuda op row".
 
     Tables that no call has asked yet are absent. A call that a layer repeats does not choose again. A row of Hopper's
-    `mla_decode` may launch one of several forms of one kernel. What the host chooses by is on its page, in "Which kernel
-    a row launches" (docs/kernels).
+    `mla_decode` may launch one of several forms of one kernel. What the host chooses by is on its page, in "Which
+    kernel a row launches" (docs/kernels).
     """
     counts = {}
     for device, op in (("cpu", "impl_counts"), ("cuda", "impl_counts_cuda")):
