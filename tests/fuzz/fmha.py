@@ -191,7 +191,9 @@ def run(draw: Draw, call: Call, fp8_queries: bool = False) -> None:
     op, given, out, lse = getattr(ops, call.name), call.given, call.out, call.lse
     draw.saw(f"op {call.name}")
     op(**given)
-    bounds = {"looser": 6.0, "lse_atol": 1e-2} if fp8_queries and draw.device != "cpu" else {}
+    bounds = {}
+    if fp8_queries and draw.device != "cpu":  # each product is cut at 2^-13 of the largest, which is below 16
+        bounds = {"looser": 6.0, "lse_atol": max(1e-2, given["q"].shape[-1] * 2.0**-9 * abs(call.rules.scale))}
     check_attention(draw, out.view, None if lse is None else lse.view, call.answer, **bounds)
     check_no_fault(given["report"])
     if draw.chance(0.15):
