@@ -43,5 +43,7 @@ class LongestRequest:
 
 
 def _is_recorded(device: torch.device) -> bool:
-    """Whether a number would outlive the lengths that it is of."""
-    return torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+    """Whether a number would outlive the lengths that it is of: a tracer, a mode that records ops, or a graph."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return True
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
