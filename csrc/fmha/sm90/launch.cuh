@@ -154,7 +154,7 @@ bool suits_one_tile(const Params& p) {
   return false;
 }
 
-// Whether boxes of eight keys with whole rows are fewer than boxes of a chunk. Each costs a warp and the copy engine.
+// Whether boxes of eight keys with whole rows are fewer than boxes of a chunk. Each box takes time of a warp.
 template <class Tr>
 bool suits_whole_rows(const Params& p) {
   if constexpr (Tr::kHasWholeRows) {

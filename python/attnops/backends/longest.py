@@ -27,7 +27,10 @@ class LongestRequest:
 
     @classmethod
     def ask(cls, cache_seqlens: Tensor, in_capture: bool) -> LongestRequest | None:
-        """None where a step is recorded for other lengths, or a device is no CPU and no GPU of torch.cuda."""
+        """A question about ``cache_seqlens``, int32 ``[B]`` in tokens.
+
+        None where a step is recorded for other lengths, or a device is no CPU and no GPU of torch.cuda.
+        """
         device = cache_seqlens.device
         if in_capture or cache_seqlens.numel() == 0 or device.type not in ("cpu", "cuda") or _is_recorded(device):
             return None
@@ -44,6 +47,7 @@ class LongestRequest:
 
 def _is_recorded(device: torch.device) -> bool:
     """Whether a number would outlive the lengths that it is of: a tracer, a mode that records ops, or a graph."""
+    # Not `layer_call.is_watched`: profilers and a default device, which it counts too, keep no number.
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return True
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
