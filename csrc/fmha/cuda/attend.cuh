@@ -1,22 +1,26 @@
 #pragma once
 #include "fmha/cuda/load.cuh"
 #include "fmha/cuda/softmax.cuh"
+#include "fmha/cuda/work_queue.cuh"
 
 namespace attnops::fmha {
 
 // Four accumulators of an array as the matrix instruction takes them.
 __device__ __forceinline__ float (&quad(float* values))[4] { return *reinterpret_cast<float(*)[4]>(values); }
 
-// A CTA's work: all rows of its tile against all keys that they see, from the first tile to the last.
+// A work of a CTA: all rows of its tile against all keys that they see, or a piece of them, from the first tile to the
+// last.
 //
 // Per tile: scores, softmax, values, as FlashAttention-2 (arXiv:2307.08691, section 3.3) divides them over warps. While
 // scores are multiplied, the tile's values arrive, and the keys of the next tile where two stages have room.
-template <class Tr>
+//
+// kInRow: of keys and values whose rows follow each other in a tile. kMayCut: a work may be a piece of a tile.
+template <class Tr, bool kInRow, bool kMayCut>
 class Attention {
  public:
   using T = typename Tr::T;
   using Layout = SharedLayout<Tr>;
-  static_assert(Layout::kWork - Layout::kPlaces == Places<Tr::kKeys>::kBytes);
+  static_assert(Layout::kWork - Layout::kPlaces == Places<Tr::kKeys, kInRow>::kBytes);
 
   __device__ __forceinline__ Attention(const Params& p, const Schedule& s, const Rows& rows, const Work& w, char* base)
       : p_(p),
@@ -28,8 +32,23 @@ class Attention {
         warp_row_(static_cast<int>(threadIdx.x) / 32 * Tr::kWarpRows),
         loader_(p, s, rows, w, base) {}
 
-  __device__ __forceinline__ void run() {
+  // `meanwhile` runs while the first tiles are on their way.
+  template <class Meanwhile>
+  __device__ __forceinline__ void run(const Meanwhile& meanwhile) {
     const int tile_begin = w_.tile_begin, tile_end = w_.tile_end;
+    const bool has_keys = tile_begin < tile_end;
+    if (has_keys) {
+      loader_.bring_queries();
+      loader_.place(tile_begin, loader_.look_up(tile_begin));
+      loader_.place(tile_begin + 1, loader_.look_up(tile_begin + 1));
+      __syncthreads();
+      loader_.bring_keys(tile_begin, 0);
+      cp_async_commit();
+      loader_.bring_values(tile_begin);
+      cp_async_commit();
+    }
+    meanwhile();
+    if (kMayCut && w_.num_tokens == 0) return;
     set_scales();
     set_ranges();
 #pragma unroll
@@ -37,13 +56,7 @@ class Attention {
 #pragma unroll
       for (float& value : out_[b]) value = 0.f;
     }
-    if (tile_begin < tile_end) {
-      loader_.bring_queries();
-      loader_.place(tile_begin, loader_.look_up(tile_begin));
-      loader_.place(tile_begin + 1, loader_.look_up(tile_begin + 1));
-      __syncthreads();
-      loader_.bring_keys(tile_begin, 0);
-      cp_async_commit();
+    if (has_keys) {
       int stage = 0;
 #pragma unroll 1
       for (int tile = tile_begin; tile < tile_end; ++tile) {
@@ -80,11 +93,18 @@ class Attention {
   }
 
   __device__ __forceinline__ void step(int tile, int stage) {
-    cp_async_wait<0>();
+    const bool is_first = tile == w_.tile_begin;
+    if (is_first) {
+      cp_async_wait<1>();  // its values may come later
+    } else {
+      cp_async_wait<0>();
+    }
     loader_.convert_keys(stage);
     __syncthreads();  // this tile's keys are there; nobody reads the last tile's keys and values any more
-    loader_.bring_values(tile);
-    cp_async_commit();
+    if (!is_first) {
+      loader_.bring_values(tile);
+      cp_async_commit();
+    }
     if (rows_.k_stages == 2) {
       loader_.bring_keys(tile + 1, stage ^ 1);
       cp_async_commit();
@@ -218,9 +238,13 @@ class Attention {
         const float total = state_[b].total(h);
         const bool empty = total == 0.f;  // NaN is not empty: it must show
         const float lse = empty ? -INFINITY : state_[b].reference[h] * kLn2 + logf(total);
-        float factor = empty ? 0.f : v_scale / total;
+        float factor = empty ? 0.f : __fdividef(v_scale, total);
+        if (kMayCut && w_.slab >= 0) {
+          sm90::store_piece<Tr>(p_, s_, w_, row, lse, factor, h, lane_, out_[b]);
+          continue;
+        }
         if (at.exists) {
-          if (p_.sinks != nullptr && !empty) factor /= 1.f + expf(p_.sinks[at.head] - lse);
+          if (p_.sinks != nullptr && !empty) factor = __fdividef(factor, 1.f + expf(p_.sinks[at.head] - lse));
           if (p_.lse != nullptr && lane_ % 4 == 0) {
             const int64_t token = static_cast<int64_t>(w_.first_q_token) + w_.first_token + at.token;
             p_.lse[token * p_.num_q_heads + at.head] = lse;
@@ -235,7 +259,11 @@ class Attention {
       }
     }
     __syncwarp();
-    store_rows(place);
+    if (!kMayCut || w_.slab < 0) {
+      store_rows(place);
+    } else if (lane_ == 0) {
+      sm90::count_piece(p_, 1);
+    }
   }
 
   __device__ __forceinline__ void store_rows(const char* place) const {
@@ -265,7 +293,7 @@ class Attention {
   const Work& w_;
   char* base_;
   int lane_, warp_row_;
-  Loader<Tr> loader_;
+  Loader<Tr, kInRow> loader_;
   bool transformed_ = false;
   float scale_, inner_scale_;
   int seen_begin_, seen_end_, full_begin_, full_end_;  // tiles of keys

@@ -22,15 +22,38 @@ __device__ __forceinline__ bool begin_work(const Params& p, const Schedule& s, W
   return w.num_tokens > 0;
 }
 
-// One CTA per work, in the plan's order: the device starts them so, and SMs that are done early take the next.
-template <class Tr>
+// One CTA a work, in the plan's order: the device starts them so, and SMs that are done early take the next.
+template <class Tr, bool kInRow>
 __global__ void __launch_bounds__(Tr::kThreads, Tr::kCtasPerSm)
     fmha_mma_kernel(const __grid_constant__ Params p, const __grid_constant__ Schedule s,
                     const __grid_constant__ Rows rows) {
   extern __shared__ __align__(128) char shared_memory[];
   Work& w = *reinterpret_cast<Work*>(shared_memory + SharedLayout<Tr>::kWork);
   if (!begin_work<typename Tr::T, Tr::kKeys>(p, s, w)) return;
-  Attention<Tr>(p, s, rows, w, shared_memory).run();
+  Attention<Tr, kInRow, false>(p, s, rows, w, shared_memory).run([] {});
+}
+
+// The same where the plan may cut tiles: as many CTAs as run at once take works, then merge the pieces.
+template <class Tr, bool kInRow>
+__global__ void __launch_bounds__(Tr::kThreads, Tr::kCtasPerSm)
+    fmha_mma_cut_kernel(const __grid_constant__ Params p, const __grid_constant__ Schedule s,
+                        const __grid_constant__ Rows rows) {
+  extern __shared__ __align__(128) char shared_memory[];
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
+  const WorkQueue<Tr> queue(p, s, shared_memory + SharedLayout<Tr>::kWork);
+  queue.begin();
+  sm90::clear_padding<typename Tr::T>(p);
+  for (; queue.work().num_tokens >= 0; queue.advance()) {
+    Attention<Tr, kInRow, true>(p, s, rows, queue.work(), shared_memory).run([&queue] {
+      if (threadIdx.x == 0) queue.find();
+    });
+  }
+  if (queue.pieces() > 0) {
+    sm90::merge_pieces<Tr>(p, s, queue.pieces(), shared_memory);
+  } else if (threadIdx.x == 0) {
+    sm90::leave(p);
+  }
 }
 
 }  // namespace attnops::fmha

@@ -22,29 +22,46 @@ inline Rows make_rows(const Params& p) {
   return rows;
 }
 
-// Two stages of keys where as many CTAs then share an SM as with one.
+// CTAs that share an SM's memory with so many stages of keys.
 template <class Tr>
-int key_stages(bool raw) {
+int ctas_per_sm(int k_stages, bool raw) {
   constexpr int kReserved = 1024;  // of each CTA (CUDA programming guide, compute capabilities 8.0 and later)
-  const int most = device_shared_bytes("fmha");
-  const auto ctas = [most, raw](int stages) {
-    return min_of(most / (SharedLayout<Tr>::bytes(stages, raw) + kReserved), Tr::kCtasPerSm);
-  };
-  return ctas(2) >= ctas(1) ? 2 : 1;
+  return min_of(device_shared_bytes("fmha") / (SharedLayout<Tr>::bytes(k_stages, raw) + kReserved), Tr::kCtasPerSm);
+}
+
+template <class Tr, bool kInRow>
+void launch_rows(const Params& p, const Schedule& s, const Rows& rows, cudaStream_t stream) {
+  const bool raw = rows.keys == Copy::kRawPieces;
+  const int bytes = SharedLayout<Tr>::bytes(rows.k_stages, raw), most = SharedLayout<Tr>::bytes(2, true);
+  if (s.max_pieces == 0) {
+    launch_dependent<&fmha_mma_kernel<Tr, kInRow>>("fmha", {max_of(s.num_works, 1), Tr::kThreads, bytes, most}, stream,
+                                                   p, s, rows);
+    return;
+  }
+  const int ctas = min_of(s.num_works, ctas_per_sm<Tr>(rows.k_stages, raw) * device_sms("fmha"));
+  launch_dependent<&fmha_mma_cut_kernel<Tr, kInRow>>("fmha", {max_of(ctas, 1), Tr::kThreads, bytes, most}, stream, p, s,
+                                                     rows);
 }
 
 template <class Tr>
 void launch_traits(const Params& p, cudaStream_t stream) {
   if (p.num_q_tokens == 0) return;
   const int pack = sm90::heads_per_tile(p.num_q_heads / p.num_kv_heads, p.tile_q, Tr::kRows);
-  const Schedule s = sm90::schedule_of(p, Tr::kRows, pack);
+  Schedule s = sm90::schedule_of(p, Tr::kRows, pack);
   Rows rows = make_rows(p);
+  rows.in_row =
+      rows.keys != Copy::kElements && p.tree_mask == nullptr && (!p.paged || p.page_table.page_size % Tr::kKeys == 0);
   const bool raw = rows.keys == Copy::kRawPieces;
-  rows.k_stages = key_stages<Tr>(raw);
-  using Layout = SharedLayout<Tr>;
-  launch_dependent<&fmha_mma_kernel<Tr>>(
-      "fmha", {max_of(s.num_works, 1), Tr::kThreads, Layout::bytes(rows.k_stages, raw), Layout::bytes(2, true)}, stream,
-      p, s, rows);
+  rows.k_stages = ctas_per_sm<Tr>(2, raw) >= ctas_per_sm<Tr>(1, raw) ? 2 : 1;
+  if (s.num_works <= device_sms("fmha")) {  // else SMs are busy, and the kernel that may cut is slower
+    s.max_pieces = sm90::max_pieces_of<Tr>(p, s.works_per_tile);
+    s.num_works += s.max_pieces * s.works_per_tile;
+  }
+  if (rows.in_row) {
+    launch_rows<Tr, true>(p, s, rows, stream);
+  } else {
+    launch_rows<Tr, false>(p, s, rows, stream);
+  }
 }
 
 }  // namespace attnops::fmha

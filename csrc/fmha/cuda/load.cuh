@@ -20,6 +20,7 @@ enum class Copy : int {
 struct Rows {
   Copy queries, keys, out;
   int k_stages;  // 1 or 2, as shared memory has room
+  bool in_row;   // the rows of every tile follow each other, by their token strides
   Strides k, v;
 };
 
@@ -34,14 +35,14 @@ __device__ __forceinline__ auto gather(const void* source) {
 
 // Brings the queries, keys and values of a work. All threads of the CTA take part, each for column tid % 8 of every
 // chunk and every (kThreads / 8)th row.
-template <class Tr>
-class Loader : public Places<Tr::kKeys> {
+template <class Tr, bool kInRow>
+class Loader : public Places<Tr::kKeys, kInRow> {
  public:
   using Layout = SharedLayout<Tr>;
   using T = typename Tr::T;
 
   __device__ __forceinline__ Loader(const Params& p, const Schedule& s, const Rows& rows, const Work& w, char* base)
-      : Places<Tr::kKeys>(p, s, rows.k, rows.v, w, base + Layout::kPlaces),
+      : Places<Tr::kKeys, kInRow>(p, s, rows.k, rows.v, w, base + Layout::kPlaces),
         p_(p),
         s_(s),
         rows_(rows),
@@ -69,12 +70,12 @@ class Loader : public Places<Tr::kKeys> {
   }
 
   __device__ __forceinline__ void bring_keys(int tile, int stage) const {
-    bring<Tr::kQkChunks, Tr::kHeadDimQk>(tile, &Place::k, p_.k, p_.head_dim_qk,
+    bring<Tr::kQkChunks, Tr::kHeadDimQk>(tile, &Place::k, p_.k, p_.head_dim_qk, rows_.k.token,
                                          base_ + Layout::kK + stage * Tr::kKBytes,
                                          base_ + Layout::raw_k(rows_.k_stages));
   }
   __device__ __forceinline__ void bring_values(int tile) const {
-    bring<Tr::kVChunks, Tr::kHeadDimV>(tile, &Place::v, p_.v, p_.head_dim_v, base_ + Layout::kV,
+    bring<Tr::kVChunks, Tr::kHeadDimV>(tile, &Place::v, p_.v, p_.head_dim_v, rows_.v.token, base_ + Layout::kV,
                                        base_ + Layout::raw_v(rows_.k_stages));
   }
 
@@ -94,13 +95,14 @@ class Loader : public Places<Tr::kKeys> {
  private:
   // Calls visit(i, row, c) for each piece of this thread, in its i-th row; those behind the tile's head dim are never
   // read.
-  static constexpr int kOwnRows = ceil_div(Tr::kKeys, Tr::kThreads / 8);
+  static constexpr int kStep = Tr::kThreads / 8, kOwnRows = ceil_div(Tr::kKeys, kStep);
+  static_assert(kStep % 8 == 0, "rows of a thread have one swizzle");
   template <int kChunks, int kHeadDim, class Visit>
   __device__ __forceinline__ void for_each_piece(const Visit& visit) const {
 #pragma unroll
     for (int i = 0; i < kOwnRows; ++i) {
-      const int row = tid_ / 8 + i * (Tr::kThreads / 8);
-      if (Tr::kKeys % (Tr::kThreads / 8) != 0 && row >= Tr::kKeys) break;
+      const int row = tid_ / 8 + i * kStep;
+      if (Tr::kKeys % kStep != 0 && row >= Tr::kKeys) break;
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
         if ((c + 1) * 64 > kHeadDim && c * 64 + tid_ % 8 * 8 >= kHeadDim) continue;
@@ -111,15 +113,19 @@ class Loader : public Places<Tr::kKeys> {
 
   template <int kChunks, int kHeadDim>
   __device__ __forceinline__ void bring(int tile, int64_t Place::*member, const void* pool, int head_dim,
-                                        char* destination, char* raw) const {
+                                        int64_t stride, char* destination, char* raw) const {
     const Place* of_tile = this->of_tile(tile);
     const char* source = static_cast<const char*>(pool);
     const int column = tid_ % 8;
+    if constexpr (kInRow) {
+      bring_in_row<kChunks, kHeadDim>(tile, of_tile->*member, source, head_dim, stride, destination, raw);
+      return;
+    }
     int64_t at[kOwnRows];
 #pragma unroll
     for (int i = 0; i < kOwnRows; ++i) {
-      const int row = tid_ / 8 + i * (Tr::kThreads / 8);
-      at[i] = of_tile[Tr::kKeys % (Tr::kThreads / 8) == 0 ? row : min_of(row, Tr::kKeys - 1)].*member;
+      const int row = tid_ / 8 + i * kStep;
+      at[i] = of_tile[Tr::kKeys % kStep == 0 ? row : min_of(row, Tr::kKeys - 1)].*member;
     }
     if (rows_.keys == Copy::kPieces) {
       const uint32_t to = smem_address(destination);
@@ -148,6 +154,35 @@ class Loader : public Places<Tr::kKeys> {
         }
         *reinterpret_cast<uint4*>(destination + piece / 8 * Tr::kKeys * 128 + swizzled(row, piece % 8)) = values;
       }
+    }
+  }
+
+  // A tile whose first row begins `begin` bytes into the pool. Instructions count here: all warps run them in each step
+  // of the main loop, beside some 250 of the matrix units.
+  template <int kChunks, int kHeadDim>
+  __device__ __forceinline__ void bring_in_row(int tile, int64_t begin, const char* pool, int head_dim, int64_t stride,
+                                               char* destination, char* raw) const {
+    const int row = tid_ / 8, column = tid_ % 8;
+    const int key = w_.place_of(tile) * Tr::kKeys + row - w_.key_begin;  // of the keys that the work sees
+    const unsigned keys = begin < 0 ? 0 : w_.key_end - w_.key_begin;
+    const char* from = pool + (begin & INT64_MAX) + row * stride;
+    const int64_t step = kStep * stride;
+    if (rows_.keys == Copy::kPieces) {
+      const uint32_t to = smem_address(destination) + swizzled(row, column);
+      from += column * 16;
+      for_each_piece<kChunks, kHeadDim>([&](int i, int, int c) {
+        const unsigned limit = c * 64 + column * 8 < head_dim ? keys : 0;
+        cp_async_16(to + c * Tr::kKeys * 128 + i * kStep * 128, from + i * step + c * 128,
+                    static_cast<unsigned>(key + i * kStep) < limit);
+      });
+    } else {
+      const uint32_t to = smem_address(raw) + (row * kChunks * 8 + column) * 8;
+      from += column * 8;
+      for_each_piece<kChunks, kHeadDim>([&](int i, int, int c) {
+        const unsigned limit = c * 64 + column * 8 < head_dim ? keys : 0;
+        cp_async_8(to + i * kStep * kChunks * 64 + c * 64, from + i * step + c * 64,
+                   static_cast<unsigned>(key + i * kStep) < limit);
+      });
     }
   }
 

@@ -19,8 +19,9 @@ struct Strides {
 };
 
 // Where the keys of a work's tiles lie: places of two tiles in shared memory. Of the CTA's threads the first kKeys have
-// a row of K each, the next kKeys a row of V.
-template <int kKeys>
+// a row of K each, the next kKeys a row of V. kInRow: the rows of a tile follow each other, by the pools' token
+// strides, and its first row has the only place.
+template <int kKeys, bool kInRow>
 class Places {
  public:
   static constexpr int kBytes = 2 * kKeys * sizeof(Place);
@@ -33,8 +34,10 @@ class Places {
 
   // The page of this thread's key of a tile; below 0: the key is nobody's. Nobody waits for it before `place`.
   __device__ __forceinline__ int look_up(int tile) const {
-    const int key = key_of(tile);
-    if (!is_mine() || key < w_.key_begin || key >= w_.key_end || !sm90::is_seen(p_, w_, key)) return -1;
+    if (!is_mine()) return -1;
+    int key = key_of(tile);
+    if constexpr (kInRow) key = max_of(key, w_.key_begin);
+    if (key < w_.key_begin || key >= w_.key_end || !sm90::is_seen(p_, w_, key)) return -1;
     return p_.paged ? p_.page_table.row(w_.request)[s_.page_size.divide(key)] : 0;
   }
 
@@ -48,7 +51,8 @@ class Places {
       const int cell = s_.page_size.divide(key);
       token = key - cell * p_.page_table.page_size;
       if (!p_.page_table.has_page(page)) {
-        if (p_.report != nullptr && is_key && key >= w_.key_begin && key < w_.key_end) report_page(key, cell, page);
+        const int seen = kInRow ? max_of(key, w_.key_begin) : key;
+        if (p_.report != nullptr && is_key && seen >= w_.key_begin && seen < w_.key_end) report_page(seen, cell, page);
         page = -1;
       }
     }
@@ -58,7 +62,9 @@ class Places {
   }
 
  private:
-  __device__ __forceinline__ static bool is_mine() { return threadIdx.x < 2 * kKeys; }
+  __device__ __forceinline__ static bool is_mine() {
+    return threadIdx.x < 2 * kKeys && (!kInRow || threadIdx.x % kKeys == 0);
+  }
   __device__ __forceinline__ int key_of(int tile) const {
     return w_.place_of(tile) * kKeys + static_cast<int>(threadIdx.x) % kKeys;
   }

@@ -1,8 +1,8 @@
 #include <stdexcept>
 #include <string>
 
-#include "device/common/arch.h"
 #include "device/common/block_scan.cuh"
+#include "device/common/capability.h"
 #include "device/common/launch_dependent.cuh"
 #include "device/common/pdl.cuh"
 #include "fmha/cuda/plan.h"
@@ -270,8 +270,9 @@ void launch_plan(const TilePlan& p, CUstream_st* stream) {
     throw std::runtime_error("attnops::fmha_plan: cu_seqlens_q.shape[0] (batch_size + 1) must be at most " +
                              std::to_string(kMaxRequests + 1) + ", got " + std::to_string(requests + 1));
   }
-  const int num_sms = p.num_sms > 0 ? p.num_sms : device_sms("fmha_plan");
-  const HostKnows known(p, num_sms);
+  // Two CTAs of the kernels of sm_80 share an SM. Hopper's have one each.
+  const int ctas = usable_sm("fmha_plan") == 90 ? 1 : 2;
+  const HostKnows known(p, p.num_sms > 0 ? p.num_sms : ctas * device_sms("fmha_plan"));
   // One SM issues it all: fewer warps wait less for each other.
   if (requests > kThreads || p.max_tiles >= INT32_MAX / kThreads) {  // sums of hostile lengths go round
     launch_dependent<&fmha_plan_many_kernel<kManyThreads>>("fmha_plan", {1, kManyThreads, 0, 0}, stream, p, known);

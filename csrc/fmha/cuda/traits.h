@@ -17,6 +17,10 @@ struct Traits {
   static constexpr int kWarpRows = 16 * kBlocks, kRows = kWarpRows * kWarps;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kCtasPerSm = 2;  // one computes exponentials while the other multiplies
+  // As the merge of pieces asks (fmha/sm90/merge.cuh).
+  using Out = T;
+  static constexpr int kComputeWarps = kWarps, kFirstComputeWarp = 0;
+  static constexpr bool kMergesTogether = false;
   static_assert(kHeadDimQk % 16 == 0 && kHeadDimV % 16 == 0 && kKeys % 16 == 0 && 2 * kKeys <= kThreads);
 
   // A chunk: 64 columns of a tile, rows of 128 bytes whose pieces of 16 bytes are swizzled.
@@ -32,7 +36,7 @@ struct SharedLayout {
   static constexpr int kQ = 0;
   static constexpr int kPlaces = kQ + Tr::kQBytes;
   static constexpr int kWork = kPlaces + 2 * Tr::kKeys * 16;  // behind Places<kKeys>
-  static constexpr int kWorkBytes = 128;
+  static constexpr int kWorkBytes = 256;                      // WorkQueue
   static constexpr int kV = kWork + kWorkBytes;
   static constexpr int kK = kV + Tr::kVBytes;  // 1 or 2 stages
   static_assert(kV % 128 == 0);

@@ -40,21 +40,13 @@ int box_keys_of(const Params& p) {
   return boxes ? keys_per_box(p, Tr::kKeys) : 0;
 }
 
-// Without scratch for all pieces of the plan, tiles are left whole: the plan's order has them all.
-template <class Tr>
-bool has_scratch(const Params& p, int works_per_tile) {
-  return p.partial_size >= p.max_pieces * int64_t{works_per_tile} * Tr::kRows * (p.head_dim_v + 1);
-}
-
 template <class Tr>
 Schedule make_schedule(const Params& p) {
   const bool few_rows = Tr::kShort && has_few_rows(p, Tr::kRows);
   const int group = p.num_q_heads / p.num_kv_heads;
   Schedule s = schedule_of(p, Tr::kRows, few_rows ? group : heads_per_tile(group, p.tile_q, Tr::kRows));
   if (few_rows) s.turns = s.chunks;
-  // Tiles of few keys are never cut.
-  const bool may_cut = p.paged || p.num_k_tokens > kLeastUnitsOfPiece * kUnitKeys;
-  s.max_pieces = may_cut && has_scratch<Tr>(p, s.works_per_tile) ? p.max_pieces : 0;
+  s.max_pieces = max_pieces_of<Tr>(p, s.works_per_tile);
   s.num_works += s.max_pieces * s.works_per_tile;
   s.takes = s.num_works / s.turns;
   s.box_keys = box_keys_of<Tr>(p);

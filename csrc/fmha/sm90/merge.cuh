@@ -7,6 +7,12 @@ namespace attnops::fmha::sm90 {
 
 inline constexpr int kMergeBarrier = 12;
 
+// Of all warps that compute.
+template <class Tr>
+__device__ __forceinline__ void merge_barrier() {
+  asm volatile("bar.sync %0, %1;" ::"n"(kMergeBarrier), "n"(32 * Tr::kComputeWarps) : "memory");
+}
+
 // A row that is merged: the sum of its pieces, and of their weights beside the largest log-sum-exp.
 template <class Tr>
 __device__ __forceinline__ void store_merged(const Params& p, const Work& w, const RowPlace& place, float largest,
@@ -138,7 +144,7 @@ __device__ __forceinline__ void merge_row(const Params& p, const Schedule& s, co
     for (int part = 0; part < kParts; ++part) {
       if (part * 128 + lane * 4 < Tr::kHeadDimV) parts[part * 32 + lane] = own[part];
     }
-    hopper::named_barrier_sync(kMergeBarrier, 128 * Tr::kWarpgroups);
+    merge_barrier<Tr>();
     for (int other = 1; warp == 0 && other < warps; ++other) {
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
@@ -151,7 +157,7 @@ __device__ __forceinline__ void merge_row(const Params& p, const Schedule& s, co
         }
       }
     }
-    hopper::named_barrier_sync(kMergeBarrier, 128 * Tr::kWarpgroups);
+    merge_barrier<Tr>();
   }
   if (!exists || warp != 0) return;
   store_merged<Tr>(p, w, place, largest, total, own);
@@ -174,15 +180,13 @@ __device__ inline void wait_for_pieces(const int32_t* counter, uint32_t needed) 
 // all computing threads of a plan with `pieces`; `shared` is memory that nobody needs any more.
 template <class Tr>
 __device__ __forceinline__ void merge_pieces(const Params& p, const Schedule& s, int pieces, char* shared) {
-  constexpr int kWarps = 4 * Tr::kWarpgroups;
-  // Beside three warpgroups, or the softmax of wide tiles, it would take registers from the main loop.
-  constexpr bool kMergesTogether = Tr::kWarpgroups < 3 && !Tr::kNarrow;
-  const int slabs = pieces * s.works_per_tile, warp = static_cast<int>(threadIdx.x) / 32 - 4;
-  if (threadIdx.x == 128) {
+  constexpr int kWarps = Tr::kComputeWarps;
+  const int slabs = pieces * s.works_per_tile, warp = static_cast<int>(threadIdx.x) / 32 - Tr::kFirstComputeWarp;
+  if (threadIdx.x == 32 * Tr::kFirstComputeWarp) {
     wait_for_pieces(p.semaphores + 2, static_cast<uint32_t>(slabs) * kWarps);
     leave(p);
   }
-  hopper::named_barrier_sync(kMergeBarrier, 128 * Tr::kWarpgroups);
+  merge_barrier<Tr>();
   for (int slab = static_cast<int>(blockIdx.x); slab < slabs; slab += static_cast<int>(gridDim.x)) {
     Work w;
     decode_piece<Tr::kKeys>(p, s, slab, w);
@@ -197,7 +201,7 @@ __device__ __forceinline__ void merge_pieces(const Params& p, const Schedule& s,
     const int together = clamp(kWarps / max_of(end - begin, 1), 1, min_of(kWarps, place.y)),
               at_once = kWarps / together;
     const int team = warp / together;
-    if (kMergesTogether && end - begin > kWarps) {
+    if (Tr::kMergesTogether && end - begin > kWarps) {
       constexpr int kAtOnce = Tr::kHeadDimV > 128 ? 2 : 4;
 #pragma unroll 1
       for (int first = begin + warp; first < end; first += kAtOnce * kWarps) {

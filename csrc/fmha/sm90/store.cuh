@@ -8,22 +8,6 @@ namespace attnops::fmha::sm90 {
 
 namespace hopper = attnops::sm90;
 
-// A row of a piece, as it is before the merge.
-template <class Tr>
-__device__ __forceinline__ void store_piece(const Params& p, const Schedule& s, const Work& w, int row, float lse,
-                                            float factor, int h, int lane, const float (&out)[Tr::kHeadDimV / 2]) {
-  const int64_t at = static_cast<int64_t>(w.slab) * Tr::kRows + row;
-  if (lane % 4 == 0) partial_lse<Tr::kRows>(p, s)[at] = lse;
-  float* to = p.partial + at * p.head_dim_v + lane % 4 * 2;
-#pragma unroll
-  for (int j = 0; j < Tr::kHeadDimV / 8; ++j) {
-    const float* o = out + 4 * j + 2 * h;
-    if (8 * j < p.head_dim_v) {
-      *reinterpret_cast<float2*>(to + 8 * j) = factor == 0.f ? float2{0.f, 0.f} : float2{o[0] * factor, o[1] * factor};
-    }
-  }
-}
-
 // Four lanes hold a row, two neighbours of eight columns each. They trade, so that each stores sixteen bytes: of 32
 // columns lane i gets the i-th eight.
 template <class Tr>

@@ -126,6 +126,9 @@ struct Traits {
   static constexpr int kQStages = kShape.q_stages, kStages = kShape.stages;
   static constexpr int kWorkStages = 2;  // a work is known before its queries have a place
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
+  static constexpr int kComputeWarps = 4 * kWarpgroups, kFirstComputeWarp = 4;
+  // Beside three warpgroups, or the softmax of wide tiles, it would take registers from the main loop.
+  static constexpr bool kMergesTogether = kWarpgroups < 3 && !kNarrow;
   // In boxes, CTAs take the next work late. By measurement: e4m3 and head dim 64 lose by it.
   static constexpr bool kTakesLate = !kFp8 && !kNarrow && kWarpgroups == 2;
   static constexpr bool kShort = kShape.ctas > 1 || kShape.lone;  // for short calls

@@ -16,7 +16,7 @@ struct Fp32Layout {
   static constexpr int kWeights = kRows + kTileKeys * kPitch;
   static constexpr int kWeightPitch = kTileKeys + 1;
   static constexpr int kPlaces = round_up(kWeights + kTileRows * kWeightPitch, 4);
-  static constexpr int kWork = kPlaces + Places<kTileKeys>::kBytes / 4;
+  static constexpr int kWork = kPlaces + Places<kTileKeys, false>::kBytes / 4;
   static constexpr int kBytes = 4 * (kWork + 32);
 };
 
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kTileThreads)
     keys[h] = sm90::keys_of_token(p, w, w.first_token + min_of(token[h], w.num_tokens - 1));
   }
 
-  const Places<kTileKeys> places(p, s, rows.k, rows.v, w, reinterpret_cast<char*>(shared + Layout::kPlaces));
+  const Places<kTileKeys, false> places(p, s, rows.k, rows.v, w, reinterpret_cast<char*>(shared + Layout::kPlaces));
   float* of_keys = shared + Layout::kRows;
   float* weights = shared + Layout::kWeights + 2 * pair * Layout::kWeightPitch;
 #pragma unroll 1
