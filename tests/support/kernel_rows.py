@@ -19,7 +19,8 @@ from xqa_decoding import decode as decode_xqa
 BF16, FP16, FP32, ROW = torch.bfloat16, torch.float16, torch.float32, torch.uint8
 LENGTHS = [130, 64, 5, 517, 66]
 MANY_ROWS = {"num_q_heads": 72, "num_kv_heads": 2}  # of a KV head: more than clusters take
-MANY_WORKS = {"num_q_heads": 28, "num_kv_heads": 28}  # more than clusters take
+PAIRED_HEADS = {"num_q_heads": 30, "num_kv_heads": 30, "num_sm_parts": 60}  # more works than clusters take
+NINE_ROWS = {"num_q_heads": 252, "num_kv_heads": 28}  # the same
 
 # Options of the problem, and: "checked", with a report; "odd", rows of K and V that start on no 16-byte boundary.
 XQA_ROWS = {
@@ -43,8 +44,8 @@ XQA_ROWS = {
     "sm90_cluster_gather_fp16_hd128": {"head_dim": 128, "page_size": 3, "dtype": FP16},
     "sm90_cluster_wgmma_fp8_hd128": {"head_dim": 128, "kv_dtype": FP8},
     "sm90_cluster_gather_fp8_hd128": {"head_dim": 128, "kv_dtype": FP8, "page_size": 3},
-    "sm90_fp8_hd128": {"head_dim": 128, "kv_dtype": FP8, **MANY_WORKS},
-    "sm90_gather_fp8_hd128": {"head_dim": 128, "kv_dtype": FP8, **MANY_WORKS, "page_size": 3},
+    "sm90_fp8_hd128": {"head_dim": 96, "kv_dtype": FP8, **PAIRED_HEADS},
+    "sm90_gather_fp8_hd128": {"head_dim": 128, "kv_dtype": FP8, **NINE_ROWS, "page_size": 3},
     "sm90_fp8_rows_hd128": {"head_dim": 128, "kv_dtype": FP8, **MANY_ROWS},
     "sm90_gather_fp8_rows_hd128": {"head_dim": 128, "kv_dtype": FP8, **MANY_ROWS, "page_size": 3},
     "sm90_bf16_hd128": {"head_dim": 128, **MANY_ROWS},
