@@ -83,11 +83,41 @@ def test_rules_of_short_works(options, seqlen_q, kv_dtype, heads):
     assert_decodes(problem, seqlen_q=seqlen_q, num_sm_parts=5, **rules)
 
 
+@pytest.mark.parametrize("options", [{"window_left": 20}, {"logit_cap": 5.0}, {"tree": True}, {"csr": True}, {}])
+@pytest.mark.parametrize("seqlen_q", [1, 2])
+@pytest.mark.parametrize(("heads", "head_dim", "page_size"), [((8, 8), 128, 64), ((32, 8), 112, 16), ((6, 6), 96, 256)])
+def test_short_works_of_pairs_of_heads(heads, head_dim, page_size, seqlen_q, options):
+    """Over FP8 pages a CTA takes two KV heads, and each has the warps that multiply for it."""
+    for lengths in (short_lengths(60), [20] * 40 + [700, 0, 300] + [33] * 20, [90, 64] * 30):
+        lengths = [max(n, seqlen_q) for n in lengths]
+        problem = paged_problem(
+            lengths,
+            seqlen_q,
+            num_q_heads=heads[0],
+            num_kv_heads=heads[1],
+            head_dim=head_dim,
+            page_size=page_size,
+            kv_dtype=FP8,
+            scales="head",
+        ).to("cuda")
+        rules = dict(options)
+        if rules.pop("tree", False):
+            visible = (torch.rand(len(lengths), seqlen_q, seqlen_q) < 0.5) | torch.eye(seqlen_q, dtype=torch.bool)
+            rules["tree_mask"] = reference.pack_tree_mask(visible).flatten(0, 1).cuda()
+        before = kernel_counts()
+        for groups in (3, 10, 20):
+            assert_decodes(problem, seqlen_q=seqlen_q, num_sm_parts=groups * heads[1], **rules)
+        assert {n.split()[-1] for n, count in kernel_counts().items() if count != before.get(n, 0)} >= {
+            "sm90_fp8_hd128"
+        }
+
+
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
 @pytest.mark.parametrize("heads", [(12, 12), (20, 4)])
-def test_one_graph_serves_short_and_long_works(heads):
-    problem = paged_problem([400] * 120, num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=128, page_size=16).to(
-        "cuda"
-    )
+def test_one_graph_serves_short_and_long_works(heads, kv_dtype):
+    problem = paged_problem(
+        [400] * 120, num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=128, page_size=16, kv_dtype=kv_dtype
+    ).to("cuda")
     plan = make_plan(problem, num_sm_parts=None)
     short = short_lengths(120)
     mixed = [400 if i % 17 == 0 else n for i, n in enumerate(short)]
@@ -216,7 +246,7 @@ def test_thin_rows_of_fp8_pages(heads, head_dim, page_size):
     assert_decodes(problem, num_sm_parts=None)
     used = {name for name, count in kernel_counts().items() if count != before.get(name, 0)}
     gathers = heads[1] >= 30 and head_dim == 80
-    assert any("gather_fp8_hd128" in name for name in used) == gathers
+    assert any("gather_fp8_rows_hd128" in name for name in used) == gathers
 
 
 @pytest.mark.parametrize("page_size", [16, 5])

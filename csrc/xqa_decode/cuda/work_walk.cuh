@@ -7,13 +7,10 @@ namespace attnops::xqa_decode {
 
 // Every `stride`-th work of a part of the plan, where the part has only whole works: what PieceWalk is for all threads,
 // for a warp alone. Balanced mode.
-//
-// kDealt: of works as they are dealt out instead (scheduler/split_kv.h).
-template <bool kDealt>
-class WorkWalkOf {
+class WorkWalk {
  public:
-  __device__ __forceinline__ WorkWalkOf(const Params& p, const Shape& shape, const SplitKvEntry& entry, int part,
-                                        int first, int stride)
+  __device__ __forceinline__ WorkWalk(const Params& p, const Shape& shape, const SplitKvEntry& entry, int part,
+                                      int first, int stride)
       : p_(p),
         by_kv_heads_(shape.by_kv_heads),
         side_by_side_(shape.heads_side_by_side),
@@ -24,32 +21,13 @@ class WorkWalkOf {
     look_ahead();
   }
 
-  // Of works as they are dealt out: those in [begin, end) of their order, there and back, so that each of `stride`
-  // warps has long and short ones.
-  __device__ __forceinline__ WorkWalkOf(const Params& p, const Shape& shape, int begin, int end, int first, int stride)
-      : p_(p),
-        by_kv_heads_(shape.by_kv_heads),
-        side_by_side_(false),
-        stride_(stride),
-        next_(begin + first),
-        end_(end),
-        step_(2 * (stride - 1 - first) + 1),
-        dealt_(true) {
-    static_assert(kDealt);
-    look_ahead();
-  }
-
   // Goes to the next work; false when there is none.
   __device__ __forceinline__ bool next() {
     if (next_ >= end_) return false;
     request_ = next_request_, kv_head_ = next_kv_head_, length_ = length_of(next_length_);
     keys_ = visible_keys(length_, p_.seqlen_q, p_.window_left);
     keys_.end = min_of(keys_.end, p_.page_table.num_tokens(request_));
-    if (kDealt && dealt_) {
-      next_ += step_, step_ = 2 * stride_ - step_;
-    } else {
-      next_ += stride_;
-    }
+    next_ += stride_;
     look_ahead();
     return true;
   }
@@ -73,7 +51,6 @@ class WorkWalkOf {
     } else {
       next_request_ = by_kv_heads_.divide(next_);
       next_kv_head_ = next_ - next_request_ * p_.num_kv_heads;
-      if (kDealt && dealt_) next_request_ = at_most(__ldg(p_.num_splits + next_request_), p_.batch_size - 1);
     }
     next_length_ = __ldg(p_.cache_seqlens + next_request_);
   }
@@ -82,13 +59,9 @@ class WorkWalkOf {
   const Divisor& by_kv_heads_;
   bool side_by_side_;  // the heads of a request: a work of the plan is then a whole request
   int stride_, next_, end_;
-  int step_ = 0;  // to the next work that is dealt
-  bool dealt_ = false;
   int next_request_ = 0, next_kv_head_ = 0, next_length_ = 0;
   int request_ = 0, kv_head_ = 0, length_ = 0;
   KvRange keys_{0, 0};
 };
-
-using WorkWalk = WorkWalkOf<false>;
 
 }  // namespace attnops::xqa_decode

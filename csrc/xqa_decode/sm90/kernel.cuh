@@ -147,7 +147,7 @@ __device__ __forceinline__ void run_dealing(const Params& p, const Shape& shape,
                                             const CUtensorMap& key_map, const CUtensorMap& value_map,
                                             const PartEntry& row, int part, uint8_t* smem, int warp, int lane) {
   const uint32_t shared = hopper::smem_address(smem), box = shared + SharedLayout<Tr>::kDeal;
-  const bool serve = warps_serve<Tr>(p, shape, boxes);
+  const bool serve = LoneWarp<Tr>::serves(p, shape, boxes);
   const Deal deal = Deal::of<Tr>(p, serve);
   if (!deal && !row.has_work) return;
   if (deal.by_warps > 0 ? part >= deal.first_part : !deal && serve) {
@@ -185,7 +185,7 @@ __device__ __forceinline__ void run_row(const Params& p, const Shape& shape, con
   const int head = kHeads == 1 || brings ? 0 : warp / kWarpsOfHead;
   if constexpr (is_ragged<Tr>()) clear_rows_behind(p);
   if (!entry.has_work) return;
-  if constexpr (kHasShortWorks<Tr>) {
+  if constexpr (kHasShortWorks<Tr> || kHasLoneWarps<Tr>) {
     if (take_short_works<Tr>(p, shape, boxes, entry, part, smem, warp, lane)) return;
   }
   Walk<Tr> piece(p, shape, entry, part);

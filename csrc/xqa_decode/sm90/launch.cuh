@@ -168,7 +168,7 @@ template <int kHeadDim, bool kGathers>
 void launch_fp8(const Params& p, cudaStream_t stream) {
   if (p.batch_size == 0) return;
   const int rows = p.seqlen_q * (p.num_q_heads / p.num_kv_heads);
-  if constexpr (kHeadDim <= 64) {
+  if constexpr (kHeadDim <= 128) {
     if (rows <= 8 && may_deal(p)) {
       return launch_traits<DealingTraits<PlanTraits<__half, kHeadDim, 8, kGathers, uint8_t>>>(p, stream);
     }

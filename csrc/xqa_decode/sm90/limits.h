@@ -5,6 +5,7 @@
 #include "device/common/capability.h"
 #include "device/common/vec.h"
 #include "xqa_decode/params.h"
+#include "xqa_decode/plan.h"
 
 namespace attnops::xqa_decode::sm90 {
 
@@ -90,13 +91,12 @@ inline std::string reject_gather(const Params& p) {
 
 // Whether few e4m3 rows are better gathered, whatever their pages: measured on an H200. Of rows that are no whole 32
 // bytes the copy engine asks for every 16 bytes apart. A row of 80 bytes is then four requests to L2, where one of 128
-// bytes is one, and comes no faster. Nearly whole rows (112) lose less than gathers of heads side by side do. Short
-// works are slower to gather, and batch-invariant kernels fold over boxes alone.
+// bytes is one, and comes no faster. Nearly whole rows (112) lose less than gathers of heads side by side do.
+// Batch-invariant kernels fold over boxes alone.
 inline bool gathers_suit(const Params& p) {
-  constexpr int kLeastTokens = 1024;
   const bool torn = size_of(p.kv_dtype) == 1 && p.head_dim % 32 != 0 && (p.head_dim <= 80 || p.head_dim > 128);
   const bool few = p.seqlen_q * (p.num_q_heads / p.num_kv_heads) <= 16;
-  return torn && few && p.fixed_split_tokens == 0 && most_visible_tokens(p) >= kLeastTokens && reject_gather(p).empty();
+  return torn && few && p.fixed_split_tokens == 0 && reject_gather(p).empty();
 }
 
 // Why the Hopper kernels do not serve these arguments; "" when they do.
@@ -128,23 +128,39 @@ inline std::string reject_ragged_gather(const Params& p) {
   return reason.empty() ? reject_here(p) : reason;
 }
 
-// Over e4m3 pages these kernels hold few rows.
-inline std::string reject_fp8_rows(const Params& p) {
-  const int rows = p.seqlen_q * (p.num_q_heads / p.num_kv_heads);
-  return rows <= 16 ? "" : "takes seqlen_q * group up to 16, got " + std::to_string(rows);
+// Two warpgroups for a KV head, over e4m3 pages up to head dim 128 (fp8/). One for each head has registers for short
+// works, and takes long ones as fast, but for the calls below: docs/log/xqa_decode.md, "One warpgroup over FP8".
+inline constexpr int kFewFp8Rows = 8, kMostFp8Rows = 16;
+
+// Whether a CTA takes two neighbouring KV heads, whose parts walk the same tiles: where there are several works a part,
+// but not so many that they are dealt out, or rows of two heads are nearly whole lines of memory.
+inline bool heads_pair_up(const Params& p) {
+  if (p.seqlen_q * (p.num_q_heads / p.num_kv_heads) > kFewFp8Rows || p.num_kv_heads % 2 != 0) return false;
+  if (!heads_side_by_side(p.num_sm_parts, p.num_kv_heads)) return false;
+  const int64_t works = int64_t{p.batch_size} * p.num_kv_heads, parts = p.num_sm_parts;
+  const bool several = works > 2 * parts && works <= 8 * parts;
+  return several || (p.head_dim <= 96 && p.k_stride_head < p.k_stride_token);
 }
 
 inline std::string reject_fp8(const Params& p) {
-  const std::string reason = reject_fp8_rows(p);
-  return reason.empty() ? reject(p) : reason;
+  const int rows = p.seqlen_q * (p.num_q_heads / p.num_kv_heads);
+  if (rows > kMostFp8Rows) return "takes seqlen_q * group up to 16, got " + std::to_string(rows);
+  if (p.fixed_split_tokens == 0 && !heads_pair_up(p)) {
+    return "takes pairs of KV heads of up to 8 rows, with several works a part or head_dim to 96, got " +
+           std::to_string(p.num_kv_heads) + " and " + std::to_string(p.num_sm_parts) + " parts";
+  }
+  return reject(p);
 }
 
 inline std::string reject_fp8_gather(const Params& p) {
   if (pages_suit_boxes(p) && !gathers_suit(p)) {
     return "takes pages that boxes do not suit, got page_size " + std::to_string(p.page_table.page_size);
   }
-  const std::string reason = reject_fp8_rows(p);
-  return reason.empty() ? reject_gather(p) : reason;
+  const int rows = p.seqlen_q * (p.num_q_heads / p.num_kv_heads), least = p.fixed_split_tokens == 0 ? kFewFp8Rows : 0;
+  if (rows <= least || rows > kMostFp8Rows) {
+    return "takes seqlen_q * group of 9 to 16, or up to 16 by batch-invariant plans, got " + std::to_string(rows);
+  }
+  return reject_gather(p);
 }
 
 }  // namespace attnops::xqa_decode::sm90

@@ -44,9 +44,11 @@ template <class Tr>
 inline constexpr bool kHasShortWorks =
     !Tr::kFolds && !is_ragged<Tr>() && Tr::kHeads == 1 && (Tr::kRows == 8 || (Tr::kRows == 16 && Tr::kHeadDim <= 128));
 // Those of the usual kind by LoneWarp, and all others by the portable kernel's arithmetic, but for two row tiles over
-// e4m3 pages: registers are short. Over e4m3 pages of head dim 128 LoneWarp's registers slow all other parts down.
+// e4m3 pages: registers are short. Two warpgroups for one KV head have none for LoneWarp; of those for two heads one
+// gives the other one its own.
 template <class Tr>
-inline constexpr bool kHasLoneWarps = kHasShortWorks<Tr> && Tr::kHeadDim <= (Tr::kFp8 ? 64 : 128);
+inline constexpr bool kHasLoneWarps = Tr::kHeads > 1 ||
+                                      (kHasShortWorks<Tr> && Tr::kHeadDim <= 128 && !(Tr::kFp8 && Tr::kGroups > 1));
 template <class Tr>
 inline constexpr bool kHasAnyShortWorks = kHasShortWorks<Tr> && (Tr::kRows == 8 || !Tr::kFp8);
 
@@ -209,8 +211,18 @@ __device__ __forceinline__ bool take_short_works(const Params& p, const Shape& s
   if (!all_short<Tr>(p, shape, entry, lone, lane)) return false;
   if constexpr (kHasLoneWarps<Tr>) {
     if (lone) {
+      constexpr int kWarps = Tr::kHeads > 1 ? Tr::kWarps : Tr::kAllThreads / 32;
+      if constexpr (Tr::kHeads > 1) {
+        constexpr int kWarpsOfHead = Tr::kThreads / 32, kLeft = 24, kTaken = 160;
+        if (warp >= Tr::kHeads * kWarpsOfHead) return true;
+        if (warp % kWarpsOfHead >= kWarps) {
+          hopper::registers_decrease<kLeft>();
+          return true;
+        }
+        hopper::registers_increase<kTaken>();
+      }
       auto* const queue = reinterpret_cast<int4*>(smem + warp * LoneWarp<Tr>::kQueueBytes);
-      LoneWarp<Tr>(p, shape, boxes, part, warp, Tr::kAllThreads / 32, queue, lane).run(entry);
+      LoneWarp<Tr>(p, shape, boxes, part, warp % kWarps, kWarps, queue, lane).run(entry);
       return true;
     }
   }
@@ -222,43 +234,25 @@ __device__ __forceinline__ bool take_short_works(const Params& p, const Shape& s
   return true;
 }
 
-// Whether warps alone serve short works of a call.
-template <class Tr>
-__device__ __forceinline__ bool warps_serve(const Params& p, const Shape& shape, const Boxes& boxes) {
-  if constexpr (kHasLoneWarps<Tr>) {
-    return LoneWarp<Tr>::serves(p, shape, boxes);
-  } else {
-    return kHasAnyShortWorks<Tr>;
-  }
-}
-
 // The works that are dealt to warps alone, or a part of short works; false if it is another part. They come first:
 // those that CTAs take end together.
 template <class Tr>
 __device__ __forceinline__ bool take_short_works_or_part(const Params& p, const Shape& shape, const Boxes& boxes,
                                                          const SplitKvEntry& entry, const Deal& deal, int part,
                                                          uint8_t* smem, int warp, int lane) {
+  static_assert(kHasLoneWarps<Tr>);
+  constexpr int kWarps = Tr::kAllThreads / 32;
   const bool dealt = deal.by_warps > 0;
-  if (!dealt && !all_short<Tr>(p, shape, entry, kHasLoneWarps<Tr>, lane)) return false;
+  if (!dealt && !all_short<Tr>(p, shape, entry, true, lane)) return false;
   const int parts = p.num_sm_parts - deal.first_part, number = warp * parts + part - deal.first_part;
-  if constexpr (kHasLoneWarps<Tr>) {
-    constexpr int kWarps = Tr::kAllThreads / 32;
-    auto* const queue = reinterpret_cast<int4*>(smem + warp * LoneWarp<Tr>::kQueueBytes);
-    LoneWarp<Tr> works(p, shape, boxes, part, warp, kWarps, queue, lane);
-    if (dealt) {
-      works.take_dealt(deal.by_ctas, deal.by_warps, number, kWarps * parts);
-    } else {
-      works.take_part(entry);
-    }
-    works.attend_all();
+  auto* const queue = reinterpret_cast<int4*>(smem + warp * LoneWarp<Tr>::kQueueBytes);
+  LoneWarp<Tr> works(p, shape, boxes, part, warp, kWarps, queue, lane);
+  if (dealt) {
+    works.take_dealt(deal.by_ctas, deal.by_warps, number, kWarps * parts);
   } else {
-    constexpr int kWarps = ShortWorks<Tr>::kWarps;
-    if (warp >= kWarps) return true;
-    using Walk = WorkWalkOf<true>;
-    Walk work = dealt ? Walk(p, shape, deal.by_ctas, deal.by_ctas + deal.by_warps, number, kWarps * parts)
-                      : Walk(p, shape, entry, part, warp, kWarps);
-    attend_short_works<Tr>(p, shape, boxes, work, smem, warp, lane);
+    works.take_part(entry);
   }
+  works.attend_all();
   return true;
 }
 

@@ -17,37 +17,25 @@ void launch_traits(const Params& p, cudaStream_t stream) {
                                                     values);
 }
 
-// Whether the parts of two neighbouring heads walk the same tiles, and compute all of them.
-inline bool heads_pair_up(const Params& p) {
-  return heads_side_by_side(p.num_sm_parts, p.num_kv_heads) && p.num_kv_heads % 2 == 0 && p.fixed_split_tokens == 0;
-}
-
 // Batch-invariant plans, by the kernels for 16-bit pages: as many levels of the tree as find room.
 template <int kRows, int kMostCtas, int kLevels>
 using FoldTraits = sm90::Traits<__half, 128, kRows, 0, kMostCtas, false, kLevels, uint8_t>;
 
+// Calls that `reject_fp8` and `reject_fp8_gather` of limits.h have nothing against.
 template <bool kGathers>
 void launch(const Params& p, cudaStream_t stream) {
   if (p.batch_size == 0) return;
-  const bool few = p.seqlen_q * (p.num_q_heads / p.num_kv_heads) <= 8;
-  if constexpr (!kGathers) {
-    if (p.fixed_split_tokens != 0) {
-      if (few) return sm90::launch_traits<FoldTraits<8, 3, 8>>(p, stream);
-      return sm90::launch_traits<FoldTraits<16, 3, 5>>(p, stream);
-    }
+  const bool few = p.seqlen_q * (p.num_q_heads / p.num_kv_heads) <= kFewFp8Rows;
+  if constexpr (kGathers) {
+    if (few) return launch_traits<Traits<8, kGathers, 12>>(p, stream);
+    launch_traits<Traits<16, kGathers>>(p, stream);
+  } else if (p.fixed_split_tokens == 0) {
+    launch_traits<Traits<8, kGathers, 12, 2>>(p, stream);
+  } else if (few) {
+    sm90::launch_traits<FoldTraits<8, 3, 8>>(p, stream);
+  } else {
+    sm90::launch_traits<FoldTraits<16, 3, 5>>(p, stream);
   }
-  // Several short pieces a part, by the room in the page table: the next ones should be there when they begin.
-  constexpr int kShort = 2048;
-  const bool many = p.batch_size * p.num_kv_heads > 2 * p.num_sm_parts && most_visible_tokens(p) <= kShort;
-  // Rows of two heads are nearly whole lines.
-  const bool thin = p.head_dim <= 96 && p.k_stride_head < p.k_stride_token;
-  if constexpr (!kGathers) {
-    if (few && (many || thin) && heads_pair_up(p)) return launch_traits<Traits<8, kGathers, 12, 2>>(p, stream);
-  }
-  if (few && may_deal(p)) return launch_traits<Traits<8, kGathers, 12, 1, true>>(p, stream);
-  // A ring that is deeper than tiles need is room for one more warp where all works of a part are short.
-  if (few) return launch_traits<Traits<8, kGathers, 12>>(p, stream);
-  launch_traits<Traits<16, kGathers>>(p, stream);
 }
 
 }  // namespace attnops::xqa_decode::sm90::fp8

@@ -8,13 +8,12 @@ namespace fp8 {
 // turns, each with all query rows, and one more warp, which asks the copy engine for the tiles to come. kGathers: two
 // warps copy them instead. kHeads 2: the same twice, but for the one more warp, for two neighbouring KV heads. Their
 // rows of 128 bytes are then read together, and a ring that is twice as deep does not let them drift apart.
-template <int kRows_, bool kGathers_, int kUnits_ = 8, int kHeads_ = 1, bool kDeals_ = false>
+template <int kRows_, bool kGathers_, int kUnits_ = 8, int kHeads_ = 1>
 struct Traits {
   using T = __half;         // of both products: it holds every e4m3 value
   using Element = uint8_t;  // of pages
   static constexpr bool kFp8 = true;
   static constexpr bool kFolds = false;
-  static constexpr bool kDeals = kDeals_;
   static constexpr bool kMayCut = kGathers_;  // other batch-invariant plans have kernels of their own: see `launch`
   static constexpr int kHeadDim = 128;
   static constexpr int kRows = kRows_;  // query rows: 8 or 16
@@ -66,9 +65,9 @@ enum NamedBarrier : int { kAll = 1, kOwn = 2 };
 }  // namespace fp8
 
 // Where things lie in shared memory, from a 1 KB boundary.
-template <int kRows, bool kGathers, int kUnits, int kHeads, bool kDeals>
-struct SharedLayout<fp8::Traits<kRows, kGathers, kUnits, kHeads, kDeals>> {
-  using Tr = fp8::Traits<kRows, kGathers, kUnits, kHeads, kDeals>;
+template <int kRows, bool kGathers, int kUnits, int kHeads>
+struct SharedLayout<fp8::Traits<kRows, kGathers, kUnits, kHeads>> {
+  using Tr = fp8::Traits<kRows, kGathers, kUnits, kHeads>;
   static constexpr int kRing = 0;
   static constexpr int kQueries = Tr::kUnits * Tr::kUnitBytes;
   static constexpr int kProbs = kQueries + Tr::kQueryBytes;  // [kGroups][kProbBuffers][kRowTiles][64 keys][8]
@@ -87,9 +86,8 @@ struct SharedLayout<fp8::Traits<kRows, kGathers, kUnits, kHeads, kDeals>> {
   static constexpr int kEdges = kReferences + Tr::kGroups * kRows * 4;           // fp8::Edges
   static constexpr int kPiece = kEdges + 32;                                     // the state of the walk over pieces
   static constexpr int kPlace = kPiece + 112;                                    // fp8::TilePlace
-  static constexpr int kDeal = kPlace + 16;                                      // DealtWalk's
   static constexpr int kOfHead = (kPlace + 16 + 1023) / 1024 * 1024;             // all of the above, once per head
-  static constexpr int kBytes = Tr::kHeads == 1 ? kDeal + deal_bytes<Tr>() : Tr::kHeads * kOfHead;
+  static constexpr int kBytes = Tr::kHeads == 1 ? kPlace + 16 : Tr::kHeads * kOfHead;
 };
 
 }  // namespace attnops::xqa_decode::sm90
