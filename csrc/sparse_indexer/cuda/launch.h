@@ -1,5 +1,5 @@
 #pragma once
-#include "sparse_indexer/params.h"
+#include "sparse_indexer/topk_pieces.h"
 
 struct CUstream_st;
 
@@ -11,5 +11,7 @@ void launch(const StoreIndexParams& params, CUstream_st* stream);
 void launch(const QuantizeQueryParams& params, CUstream_st* stream);
 void launch(const GatherIndexParams& params, CUstream_st* stream);
 void launch(const ExpandParams& params, CUstream_st* stream);
+void launch_begin(const PieceParams& params, CUstream_st* stream);
+void launch_carry(const PieceParams& params, CUstream_st* stream);
 
 }  // namespace attnops::sparse_indexer
