@@ -232,7 +232,8 @@ def share_lists(
     So tokens of few heads share the reads of rows and the tiles of products, where their lists overlap::
 
         shared, masks, lengths = ops.share_lists(indices, 4)
-        ops.sparse_mla_prefill(q.view(-1, 4 * 16, 576), kv, shared, topk_length=lengths, head_masks=masks, head_groups=4)
+        q = q.view(-1, 4 * 16, 576)
+        ops.sparse_mla_prefill(q, kv, shared, topk_length=lengths, head_masks=masks, head_groups=4, softmax_scale=scale)
 
     Args:
         indices: int32 ``[T, topk]``, as of `sparse_mla_prefill`; T is a multiple of `together`.
