@@ -23,6 +23,7 @@ struct PieceParams {
 
 inline constexpr int64_t kPieceInts = 4;           // of a row, beside its columns: begins, counts, seen, and none
 inline constexpr int64_t kLeastRowsTogether = 64;  // of a turn, before keys are divided
+inline constexpr int64_t kMostColumns = 1 << 17;   // of a piece: what selection streams on a GPU
 
 // How a scratch of so many floats is used.
 struct TopkLayout {
@@ -35,7 +36,8 @@ inline int64_t carried_columns(int k) { return round_up(k, 4); }
 // Keys of a piece, in whole pages, where so many rows share the scratch.
 inline int64_t keys_of_piece(int64_t floats, int64_t rows, int k, int page_size) {
   const int64_t room = floats / rows - 3 * carried_columns(k) - kPieceInts - 3;
-  return room > 0 ? room - room % page_size : 0;
+  const int64_t keys = min_of(room, max_of<int64_t>(kMostColumns - carried_columns(k) - 3, page_size));
+  return keys > 0 ? keys - keys % page_size : 0;
 }
 
 inline TopkLayout topk_layout(int64_t floats, int64_t rows, int64_t keys, int k, int page_size) {

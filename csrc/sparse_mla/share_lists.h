@@ -2,7 +2,6 @@
 #include <cstdint>
 
 #include "core/math.h"
-#include "mla_decode/selected.h"
 
 // Lists of neighbouring tokens as one list, each row once, and who has it.
 namespace attnops::sparse_mla {

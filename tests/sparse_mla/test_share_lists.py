@@ -71,6 +71,22 @@ def test_rows_once_in_the_order_of_their_names(with_lengths, twice, topk, togeth
     assert (shared[:, 0] == -7).all() and (shared[:, 1 + width :] == -7).all() and (masks[:, 0] == 77).all()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("topk,together", [(2049, 7), (5000, 3), (16384, 1)])
+def test_long_lists(topk, together, device):
+    indices = overlapping(2 * together, topk, 2 * topk, False)
+    shared, masks, lengths = ops.share_lists(indices.to(device), together)
+    for group, expected in enumerate(expected_lists(indices, None, together)):
+        count = int(lengths[group])
+        assert list(zip(shared[group, :count].tolist(), masks[group, :count].tolist())) == expected
+
+
+@pytest.mark.gpu
+def test_more_rows_than_a_gpu_shares():
+    with pytest.raises(RuntimeError, match=r"attnops::share_lists: together \* topk must be .*16384.*, got 16386"):
+        ops.share_lists(torch.zeros(2, 8193, dtype=torch.int32, device="cuda"), 2)
+
+
 def give_overlapping(problem: SparseProblem) -> None:
     """Lists whose neighbours have most rows in common, of rows that are no NaN."""
     tokens, _, topk = problem.selected.indices.shape

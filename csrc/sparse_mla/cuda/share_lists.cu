@@ -15,7 +15,9 @@ struct Table {
   uint32_t* masks;  // a byte of each place
   uint32_t places;
 
-  __device__ uint32_t first_place(int32_t row) const { return static_cast<uint32_t>(row) * 2654435761u % places; }
+  __device__ uint32_t first_place(int32_t row) const {
+    return __umulhi(static_cast<uint32_t>(row) * 2654435761u, places);
+  }
   __device__ uint32_t next(uint32_t place) const { return place + 1 == places ? 0 : place + 1; }
 
   // Adds a row of token `token`. `is_new`: nobody had it. False: the token had it already.
@@ -37,13 +39,16 @@ struct Table {
   }
 };
 
-// Threads have `each` neighbouring places of a list.
-struct Places {
-  int begin, end;
-  __device__ explicit Places(int topk) {
-    const int each = ceil_div(topk, kThreads);
-    begin = min_of(static_cast<int>(threadIdx.x) * each, topk);
-    end = min_of(begin + each, topk);
+// A thread's places of a list, neighbours: rows, or no row.
+template <int kEach>
+struct OwnRows {
+  int32_t row[kEach];
+
+  __device__ void load(const ShareParams& p, int64_t token, bool is_there) {
+    const int begin = static_cast<int>(threadIdx.x) * kEach, end = is_there ? p.length(token) : 0;
+    const int32_t* list = p.indices + token * p.stride_list + begin;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) row[i] = begin + i < end ? list[i] : kEmpty;
   }
 };
 
@@ -69,74 +74,88 @@ __device__ int sum_before(int count, int (&sums)[kWarps], int& total) {
   return before + inclusive - count;
 }
 
-constexpr int kMostEach = kMostSharedKeys / kThreads;  // of a thread, of one list
-
+// Lists of up to kThreads * kEach places.
+template <int kEach>
 __global__ void __launch_bounds__(kThreads)
     share_lists_kernel(const __grid_constant__ ShareParams p, const __grid_constant__ int places) {
+  static_assert(kEach <= 32);
   extern __shared__ __align__(16) int32_t memory[];
   __shared__ int sums[kWarps];
+  const int thread = threadIdx.x;
   const Table table{memory, reinterpret_cast<uint32_t*>(memory + places), static_cast<uint32_t>(places)};
-  for (int i = threadIdx.x; i < places; i += kThreads) table.rows[i] = kEmpty;
-  for (int i = threadIdx.x; i < places / 4; i += kThreads) table.masks[i] = 0;
+  for (int i = thread; i < places / 4; i += kThreads) {
+    reinterpret_cast<int4*>(table.rows)[i] = make_int4(kEmpty, kEmpty, kEmpty, kEmpty);
+    table.masks[i] = 0;
+  }
   wait_for_earlier_kernels();
   let_next_kernel_start();
-  const int64_t group = blockIdx.x;
+  const int64_t group = blockIdx.x, first = group * p.together;
   int32_t* const shared = p.shared + group * p.stride_shared;
   uint8_t* const masks = p.masks + group * p.stride_masks;
-  const Places own(p.topk);
+  OwnRows<kEach> next;
+  next.load(p, first, true);
   __syncthreads();
   int count = 0;
   bool twice = false;
 #pragma unroll 1
   for (int token = 0; token < p.together; ++token) {
-    const int64_t at = group * p.together + token;
-    const int32_t* list = p.indices + at * p.stride_list;
-    const int end = min_of(own.end, p.length(at));
+    const OwnRows<kEach> own = next;
+    next.load(p, first + token + 1, token + 1 < p.together);
     uint32_t is_new = 0;  // a bit of each place
-    for (int i = own.begin; i < end; ++i) {
-      const int32_t row = list[i];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
       bool owns = false;
-      if (row >= 0 && !table.add(row, token, owns)) twice = true;
-      if (owns) is_new |= 1u << (i - own.begin);
+      if (own.row[i] >= 0 && !table.add(own.row[i], token, owns)) twice = true;
+      if (owns) is_new |= 1u << i;
     }
     int total = 0, place = count + sum_before(__popc(is_new), sums, total);
-    for (; is_new != 0; is_new &= is_new - 1) shared[place++] = list[own.begin + __ffs(is_new) - 1];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      if (is_new >> i & 1) shared[place++] = own.row[i];
+    }
     count += total;
   }
   if (__syncthreads_or(twice)) {  // a row counts as often as a token names it: lists one behind the other
     count = 0;
 #pragma unroll 1
     for (int token = 0; token < p.together; ++token) {
-      const int64_t at = group * p.together + token;
-      const int32_t* list = p.indices + at * p.stride_list;
-      const int end = min_of(own.end, p.length(at));
+      next.load(p, first + token, true);
       int mine = 0, total = 0;
-      for (int i = own.begin; i < end; ++i) mine += list[i] >= 0;
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) mine += next.row[i] >= 0;
       int place = count + sum_before(mine, sums, total);
-      for (int i = own.begin; i < end; ++i) {
-        if (list[i] < 0) continue;
-        shared[place] = list[i];
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        if (next.row[i] < 0) continue;
+        shared[place] = next.row[i];
         masks[place++] = static_cast<uint8_t>(1u << token);
       }
       count += total;
     }
   } else {
-    for (int i = threadIdx.x; i < count; i += kThreads) masks[i] = table.mask_of(shared[i]);
+#pragma unroll 4
+    for (int i = thread; i < count; i += kThreads) masks[i] = table.mask_of(shared[i]);
   }
-  if (threadIdx.x == 0) p.shared_lengths[group] = count;
+  if (thread == 0) p.shared_lengths[group] = count;
+}
+
+template <int kEach>
+void launch_lists(const ShareParams& p, cudaStream_t stream) {
+  // A quarter more than there may be rows.
+  const auto places_of = [](int keys) { return round_up(keys + keys / 4 + 4, 4); };
+  const auto bytes_of = [](int places) { return places * 5; };
+  const int places = places_of(p.together * p.topk);
+  launch_dependent<&share_lists_kernel<kEach>>(
+      "share_lists", {p.groups, kThreads, bytes_of(places), bytes_of(places_of(kMostSharedKeys))}, stream, p, places);
 }
 
 }  // namespace
 
 void launch_share_lists(const ShareParams& p, CUstream_st* stream) {
   if (p.groups == 0) return;
-  static_assert(kMostEach <= 32);
-  // A quarter more than there may be rows.
-  const auto places_of = [](int keys) { return round_up(keys + keys / 4 + 4, 4); };
-  const auto bytes_of = [](int places) { return places * 5; };
-  const int places = places_of(p.together * p.topk);
-  launch_dependent<&share_lists_kernel>(
-      "share_lists", {p.groups, kThreads, bytes_of(places), bytes_of(places_of(kMostSharedKeys))}, stream, p, places);
+  if (p.topk <= 2 * kThreads) return launch_lists<2>(p, stream);
+  if (p.topk <= 4 * kThreads) return launch_lists<4>(p, stream);
+  launch_lists<kMostSharedKeys / kThreads>(p, stream);
 }
 
 }  // namespace attnops::sparse_mla

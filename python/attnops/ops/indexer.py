@@ -155,7 +155,7 @@ def topk_select(
     return indices
 
 
-SCRATCH_BYTES = 32 << 20  # of logits, at most, that `index_topk` allocates
+SCRATCH_BYTES = 256 << 20  # of logits, at most, that `index_topk` allocates
 
 
 @names_its_arguments
@@ -189,7 +189,7 @@ def index_topk(
         max_seqlen_k: The longest row, where the scratch is allocated; by default all that the page table holds.
         indices: int32 ``[B * S_q, k]``: token slots, ``page * page_size + offset``; allocated when omitted.
         positions: int32 ``[B * S_q, k]``: where positions are written, too.
-        scratch: float32, in one of two forms; one of 32 MB at most is allocated when omitted. ``[rows, N]``, last dim
+        scratch: float32, in one of two forms; one of 256 MB at most is allocated when omitted. ``[rows, N]``, last dim
             dense, N as wide as the longest row: so many rows at a time. ``[n]``, 16-byte aligned: as many rows of what
             the page table holds as fit. Where these are fewer than 64, and not all, keys come in pieces, each together
             with the best so far. Then n is at least ``3 * k + 19`` and a page's keys.
