@@ -1,9 +1,11 @@
 #pragma once
-#include "sparse_indexer/topk_pieces.h"
+#include "sparse_indexer/params.h"
 
 struct CUstream_st;
 
 namespace attnops::sparse_indexer {
+
+struct PieceParams;
 
 // One launch; grid and clusters depend on shapes alone.
 void launch(const SelectParams& params, CUstream_st* stream);
