@@ -210,7 +210,7 @@ class IndexerBench:
             self.cell("index_logits_paged", params, contenders, CALLS, size, in_rows(keys.lengths))
 
     def fused(self) -> None:
-        """`index_topk`, over a scratch of all rows and, for a prompt of one request, of as many as 256 MB hold.
+        """`index_topk`, over a flat scratch as it allocates one.
 
         Beside it DeepGEMM's logits and fast_topk, one after the other: they end with positions, ours with slots.
         """
@@ -220,7 +220,7 @@ class IndexerBench:
             weights = torch.randn(batch * tokens, HEADS, device=DEVICE)
             ends = keys.lengths[:, None] - torch.arange(tokens - 1, -1, -1, dtype=torch.int32, device=DEVICE)
             chosen = torch.empty(batch * tokens, K, dtype=torch.int32, device=DEVICE)
-            scratch = torch.empty(min(batch * tokens, SCRATCH_BYTES // (4 * length)), length, device=DEVICE)
+            scratch = torch.empty(SCRATCH_BYTES // 4, device=DEVICE)
             given = (q, keys.pages, keys.table, weights, ends)
             contenders: dict[str, Call] = {
                 "attnops": partial(ops.index_topk, *given, K, indices=chosen, scratch=scratch)

@@ -87,6 +87,23 @@ SETS = {
         "not schema and not errors and not every_instruction_set and not replays and not above",
     ),
     "racecheck sparse_mla": (["tests/sparse_mla"], "equals_attention and 7-shape"),
+    "racecheck sparse_mla shared_lists": (
+        ["tests/sparse_mla/test_share_lists.py"],
+        "own_list and 40 or rows_once and 64",
+    ),
+    "synccheck sparse_mla shared_lists": (
+        ["tests/sparse_mla/test_share_lists.py"],
+        "own_list and 40 or rows_once and 64",
+    ),
+    "initcheck sparse_mla shared_lists": (
+        ["tests/sparse_mla/test_share_lists.py"],
+        "own_list and 40 or rows_once and 64",
+    ),
+    # Short calls in clusters, which merge in shared memory.
+    "memcheck sparse_mla clusters": (SPARSE_MLA, "short_calls and 61"),
+    "racecheck sparse_mla clusters": (SPARSE_MLA, "short_calls and 584_bytes and 61"),
+    "synccheck sparse_mla clusters": (SPARSE_MLA, "short_calls and 584_bytes and 61"),
+    "initcheck sparse_mla clusters": (SPARSE_MLA, "short_calls and 584_bytes and 61"),
     "racecheck speculation": (SPECULATION, "(walk or move or probabilities) and not sampled_paths"),
     "synccheck speculation": (SPECULATION, "(walk or move) and not sampled_paths"),
     "initcheck speculation": (SPECULATION, "(walk or move) and not sampled_paths"),

@@ -79,4 +79,15 @@ struct Params {
   int list_cuts;
 };
 
+// Which keys of a list groups of heads see, in the place of a tree's mask, which lists do not have: bit i of an entry
+// is for heads [i, i + 1) * of_group.
+struct HeadMasks {
+  const uint8_t* bits;  // [requests, count]; null: all see all
+  int64_t stride;
+  int of_group;
+
+  ATTNOPS_HOST_DEVICE explicit HeadMasks(const Params& p)
+      : bits(p.tree_mask), stride(p.tree_mask_stride_request), of_group(p.tree_keys) {}
+};
+
 }  // namespace attnops::mla_decode

@@ -13,6 +13,9 @@ inline constexpr int kListAlignment = 64;
 // Heads of a block of short calls (Params::list_cuts).
 inline constexpr int kShortRows = 16;
 
+// Groups of heads that may see different parts of a list: bits of a byte.
+inline constexpr int kMostHeadGroups = 8;
+
 // A pool, and the rows that each request's list selects from it. Row i is token i % page_size of page i / page_size.
 struct SelectedRows {
   const void* pages;                  // [P, page_size, row]

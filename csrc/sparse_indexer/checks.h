@@ -1,6 +1,6 @@
 #pragma once
 #include "core/math.h"
-#include "sparse_indexer/params.h"
+#include "sparse_indexer/topk_pieces.h"
 #include "torch_bindings/check.h"
 #include "torch_bindings/index_checks.h"
 
@@ -292,6 +292,21 @@ inline LogitsParams checked_logits_paged(const Tensor& logits, const Tensor& q, 
   return p;
 }
 
+// How index_topk uses a scratch of so many floats: by rows of logits, or by pieces of them.
+inline void lay_out_topk(const char* op, int64_t floats, int k, LogitsParams& logits, IndexTopkParams& p) {
+  const int page_size = logits.pages.page_size;
+  logits.columns = logits.max_pages * page_size;
+  logits.stride_row = round_up<int64_t>(logits.columns, 4);
+  const TopkLayout layout = topk_layout(floats, logits.num_rows, logits.columns, k, page_size);
+  if (layout.least > 0) {
+    fail(op, "scratch.shape[0] must be at least " + std::to_string(layout.least) + " (a page of keys, and 3 k), got " +
+                 std::to_string(floats));
+  }
+  p.rows_at_once = layout.rows;
+  p.piece_keys = layout.keys;
+  p.scratch = static_cast<float*>(logits.logits);
+}
+
 inline IndexTopkParams checked_index_topk(const Tensor& indices, const OptionalTensor& positions, const Tensor& q,
                                           const Tensor& index_pages, const Tensor& page_table, const Tensor& weights,
                                           const Tensor& cache_seqlens, const Tensor& scratch,
@@ -305,16 +320,17 @@ inline IndexTopkParams checked_index_topk(const Tensor& indices, const OptionalT
     logits.row_starts = static_cast<const int32_t*>(k_start->const_data_ptr());
   }
   Dim rows("num_rows", logits.num_rows, "q"), k("k"), some("rows_at_once"), columns("num_columns");
-  TensorCheck(op, "scratch", scratch)
-      .device_as("q", q)
-      .dtype({DType::kFloat32})
-      .shape({some, columns})
-      .dense_last()
-      .apart();
-  if (*some < 1 && *rows > 0) fail(op, "scratch.shape[0] (rows at once) must be at least 1, got 0");
+  const bool is_flat = scratch.dim() == 1;
+  TensorCheck(op, "scratch", scratch).device_as("q", q).dtype({DType::kFloat32});
+  if (is_flat) {
+    TensorCheck(op, "scratch", scratch).shape({columns}).contiguous().aligned(16);
+  } else {
+    TensorCheck(op, "scratch", scratch).shape({some, columns}).dense_last().apart();
+    if (*some < 1 && *rows > 0) fail(op, "scratch.shape[0] (rows at once) must be at least 1, got 0");
+    logits.stride_row = scratch.stride(0);
+    logits.columns = *columns;
+  }
   logits.logits = scratch.mutable_data_ptr();
-  logits.stride_row = scratch.stride(0);
-  logits.columns = *columns;
   const auto output = [&](const char* name, const Tensor& tensor) {
     TensorCheck(op, name, tensor).device_as("q", q).dtype({DType::kInt32}).shape({rows, k}).dense_last().apart();
     return static_cast<int32_t*>(tensor.mutable_data_ptr());
@@ -328,6 +344,9 @@ inline IndexTopkParams checked_index_topk(const Tensor& indices, const OptionalT
     select.stride_positions = positions->stride(0);
   }
   select.k = k.as_int();
+  IndexTopkParams p{};
+  p.rows_at_once = is_flat ? 0 : *some;
+  if (is_flat) lay_out_topk(op, *columns, select.k, logits, p);
   select.logits = logits.logits;
   select.stride_row = logits.stride_row;
   // No logits lie behind what the page table holds, whatever the lengths are.
@@ -343,7 +362,9 @@ inline IndexTopkParams checked_index_topk(const Tensor& indices, const OptionalT
   select.page_shift = logits.pages.page_shift;
   select.report = logits.report;
   select.report_op = kReportIndexTopk;
-  return {logits, select, *some};
+  p.logits = logits;
+  p.select = select;
+  return p;
 }
 
 inline LogitsParams checked_logits(const Tensor& logits, const Tensor& q, const Tensor& k, const Tensor& k_scale,

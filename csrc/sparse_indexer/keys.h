@@ -57,7 +57,7 @@ ATTNOPS_HOST_DEVICE inline void expand_row(const ExpandParams& p, int64_t row, i
 }
 
 ATTNOPS_HOST_DEVICE inline void expand_row(const ExpandParams& p, int64_t row) {
-  expand_row(p, row, request_of(p.cu_seqlens_q, p.batch_size, row));
+  expand_row(p, row, attnops::request_of(p.cu_seqlens_q, p.batch_size, row));
 }
 
 }  // namespace attnops::sparse_indexer

@@ -8,7 +8,7 @@
 #include "sparse_indexer/cpu/scalar_logits.h"
 #include "sparse_indexer/cpu/tile_logits.h"
 #include "sparse_indexer/rows.h"
-#include "sparse_indexer/topk_parts.h"
+#include "sparse_indexer/topk_pieces.h"
 #include "torch_bindings/cpu_faults.h"
 
 namespace attnops::sparse_indexer {
@@ -142,14 +142,60 @@ void index_logits_cpu(const Tensor& logits, const Tensor& q, const Tensor& k, co
   run_logits("index_logits", checked_logits(logits, q, k, k_scale, weights, k_start, k_end, compressed, report));
 }
 
+void begin_pieces(PieceParams p) {
+  CpuFaults faults("index_topk", "index_pages", p.logits.report);
+  p.logits.report = p.select.report = faults.report();
+  for (int64_t row = 0; row < p.logits.num_rows; ++row) {
+    report_all(p, row, [](int64_t count, const auto& run) {
+      for (int64_t i = 0; i < count; ++i) run(i);
+    });
+    const RowKeys keys = keys_of(p.select, row);
+    for (int i = 0; keys.count == 0 && i < p.select.k; ++i) put(p, row, keys, i, -1);
+    begin_piece(p, row, keys, 0, 0);
+  }
+  faults.check();
+}
+
+void carry_candidates(const PieceParams& piece) {
+  PieceParams p = piece;
+  CpuFaults faults("index_topk", "page_table", p.select.report);
+  p.select.report = faults.report();
+  const int64_t next_key = p.first_key + p.keys;
+  for (int64_t row = 0; row < p.logits.num_rows; ++row) {
+    const RowKeys keys = keys_of(p.select, row);
+    const int count = min_of(p.counts[row], p.select.k);
+    const bool ends = keys.start + keys.count <= next_key;
+    for (int i = 0; count > 0 && ends && i < p.select.k; ++i) {
+      put(p, row, keys, i, i < count ? candidate_of(p, row, keys, i).position : -1);
+    }
+    std::vector<Candidate> kept(static_cast<size_t>(ends ? 0 : count));
+    for (size_t i = 0; i < kept.size(); ++i) kept[i] = candidate_of(p, row, keys, static_cast<int>(i));
+    const int left = static_cast<int>(kept.size());
+    for (int i = 0; i < left; ++i) keep_candidate(p, row, kept[static_cast<size_t>(i)], i, left);
+    begin_piece(p, row, keys, next_key, left);
+  }
+  faults.check();
+}
+
 void index_topk_cpu(const Tensor& indices, const OptionalTensor& positions, const Tensor& q, const Tensor& index_pages,
                     const Tensor& page_table, const Tensor& weights, const Tensor& cache_seqlens, const Tensor& scratch,
                     const OptionalTensor& report, const OptionalTensor& k_start) {
   const IndexTopkParams p = checked_index_topk(indices, positions, q, index_pages, page_table, weights, cache_seqlens,
                                                scratch, report, k_start);
-  for_each_part(p, [](const IndexTopkParams& part) {
+  const auto run = [](const IndexTopkParams& part) {
     run_logits("index_topk", part.logits);
     run_select("index_topk", part.select);
+  };
+  if (p.piece_keys == 0) return for_each_part(p, run);
+  int32_t told[kReportSize] = {};  // again, of a piece, what begin_pieces has told of
+  for_each_part(p, [&](const IndexTopkParams& part) {
+    for_each_piece(
+        part, begin_pieces,
+        [&](IndexTopkParams call) {
+          call.logits.report = told;
+          run(call);
+        },
+        carry_candidates);
   });
 }
 

@@ -3,7 +3,7 @@
 #include "sparse_indexer/checks.h"
 #include "sparse_indexer/cuda/launch.h"
 #include "sparse_indexer/logits_impls.h"
-#include "sparse_indexer/topk_parts.h"
+#include "sparse_indexer/topk_pieces.h"
 #include "torch_bindings/stream.h"
 
 namespace attnops::sparse_indexer {
@@ -69,9 +69,16 @@ void index_topk_cuda(const Tensor& indices, const OptionalTensor& positions, con
   const IndexTopkParams p = checked_index_topk(indices, positions, q, index_pages, page_table, weights, cache_seqlens,
                                                scratch, report, k_start);
   const OnDevice guard(q);
+  CUstream_st* const stream = current_stream(q);
+  const auto run = [&](const IndexTopkParams& part) {
+    launch_logits("index_topk", part.logits, stream);
+    launch(part.select, stream);
+  };
+  if (p.piece_keys == 0) return for_each_part(p, run);
   for_each_part(p, [&](const IndexTopkParams& part) {
-    launch_logits("index_topk", part.logits, current_stream(q));
-    launch(part.select, current_stream(q));
+    for_each_piece(
+        part, [&](const PieceParams& piece) { launch_begin(piece, stream); }, run,
+        [&](const PieceParams& piece) { launch_carry(piece, stream); });
   });
 }
 

@@ -122,6 +122,8 @@ struct IndexTopkParams {
   LogitsParams logits;  // into the scratch
   SelectParams select;  // out of it
   int64_t rows_at_once;
+  int64_t piece_keys = 0;  // keys come in pieces of so many (topk_pieces.h); 0: rows are whole
+  float* scratch = nullptr;
 };
 
 // Requests to token rows.

@@ -5,6 +5,7 @@
 #include "mla_decode/checks.h"
 #include "mla_decode/params.h"
 #include "mla_decode/plan.h"
+#include "sparse_mla/share_lists.h"
 #include "torch_bindings/check.h"
 #include "torch_bindings/split_kv_checks.h"
 
@@ -238,6 +239,74 @@ inline void check_extra(Tokens& tokens, Params& p, const Arguments& a, const Ext
   }
   p.extra = checked_pool(tokens.op, extra.kv_name, *extra.kv, p.shared_rows);
   check_lists(tokens, p.extra, "extra_indices", *extra.indices, "extra_topk_length", extra.topk_length, a.q);
+}
+
+// Which keys of a list groups of heads see.
+inline void check_head_masks(Tokens& tokens, Params& p, const Arguments& a, const OptionalTensor& head_masks,
+                             int64_t head_groups, bool has_extra) {
+  check_range(tokens.op, "head_groups", head_groups, 1, kMostHeadGroups);
+  if (!head_masks) {
+    if (head_groups > 1) fail(tokens.op, "head_groups belongs to head_masks, which are not given");
+    return;
+  }
+  if (has_extra) fail(tokens.op, "head_masks and extra_kv must not both be given: masks are of one list");
+  if (p.num_q_heads % head_groups != 0) {
+    fail(tokens.op, "head_groups must divide " + std::to_string(p.num_q_heads) + " (num_q_heads of q), got " +
+                        std::to_string(head_groups));
+  }
+  Dim topk("topk", p.selected.count, "indices");
+  const TensorCheck check(tokens.op, "head_masks", *head_masks);
+  check.device_as("q", a.q).dtype({DType::kUInt8});
+  tokens.shape(check, topk).dense_last();
+  p.tree_mask = address_of<const uint8_t>(*head_masks);
+  p.tree_mask_stride_request = head_masks->stride(0);
+  p.tree_keys = static_cast<int>(p.num_q_heads / head_groups);
+}
+
+inline constexpr const char* kShare = "share_lists";
+
+inline ShareParams checked_share(const Tensor& shared, const Tensor& masks, const Tensor& shared_length,
+                                 const Tensor& indices, const OptionalTensor& topk_length, int64_t together) {
+  check_range(kShare, "together", together, 1, kMostHeadGroups);
+  Dim tokens("num_tokens"), topk("topk");
+  TensorCheck(kShare, "indices", indices).dtype({DType::kInt32}).shape({tokens, topk}).dense_last();
+  check_range(kShare, "indices.shape[1] (topk)", *topk, 0, kMaxTopk);
+  check_range(kShare, "indices.shape[0] (num_tokens)", *tokens, 0, INT32_MAX);
+  if (*tokens % together != 0) {
+    fail(kShare, "indices.shape[0] (num_tokens) must be a multiple of " + std::to_string(together) +
+                     " (together), got " + std::to_string(*tokens));
+  }
+  Dim groups("num_tokens / together", *tokens / together, "indices");
+  Dim width("together * topk", together * *topk, "indices");
+  const auto output = [&](const char* name, const Tensor& tensor, DType dtype) {
+    TensorCheck(kShare, name, tensor).device_as("indices", indices).dtype({dtype}).shape({groups, width});
+    TensorCheck(kShare, name, tensor).dense_last().apart();
+  };
+  output("shared", shared, DType::kInt32);
+  output("masks", masks, DType::kUInt8);
+  TensorCheck(kShare, "shared_length", shared_length)
+      .device_as("indices", indices)
+      .dtype({DType::kInt32})
+      .shape({groups})
+      .contiguous();
+  if (topk_length) {
+    TensorCheck(kShare, "topk_length", *topk_length)
+        .device_as("indices", indices)
+        .dtype({DType::kInt32})
+        .shape({tokens})
+        .contiguous();
+  }
+  return {.groups = groups.as_int(),
+          .together = static_cast<int>(together),
+          .topk = topk.as_int(),
+          .indices = address_of<const int32_t>(indices),
+          .stride_list = indices.stride(0),
+          .lengths = data_or_null<const int32_t>(topk_length),
+          .shared = address_of<int32_t>(shared),
+          .masks = address_of<uint8_t>(masks),
+          .stride_shared = shared.stride(0),
+          .stride_masks = masks.stride(0),
+          .shared_lengths = address_of<int32_t>(shared_length)};
 }
 
 struct CallPlan {

@@ -37,7 +37,8 @@ void sparse_mla_prefill(const Tensor& out, const OptionalTensor& lse, const Opti
                         const OptionalTensor& q_pe, const Tensor& kv, const Tensor& indices,
                         const OptionalTensor& topk_length, const OptionalTensor& extra_kv,
                         const OptionalTensor& extra_indices, const OptionalTensor& extra_topk_length,
-                        double softmax_scale, const OptionalTensor& sinks, const OptionalTensor& report) {
+                        double softmax_scale, const OptionalTensor& sinks, const OptionalTensor& report,
+                        const OptionalTensor& head_masks, int64_t head_groups) {
   Tokens tokens(kPrefill, false);
   const Arguments arguments{.out = out,
                             .lse = lse,
@@ -53,6 +54,7 @@ void sparse_mla_prefill(const Tensor& out, const OptionalTensor& lse, const Opti
   Params p = checked_arguments(arguments, tokens, kReportSparseMlaPrefill);
   p.max_logits = checked_per_head(arguments, tokens, "max_logits", max_logits);
   check_extra(tokens, p, arguments, {"extra_kv", extra_kv, extra_indices, extra_topk_length});
+  check_head_masks(tokens, p, arguments, head_masks, head_groups, extra_kv.has_value());
   kRun(p, q);
 }
 

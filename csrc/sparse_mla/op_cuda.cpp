@@ -12,6 +12,7 @@
 #include "mla_decode/sm90/few_rows/launch.h"
 #include "mla_decode/sm90/fp8_fragments/launch.h"
 #include "mla_decode/sm90/launch.h"
+#include "sparse_mla/cuda/share_lists.h"
 #include "sparse_mla/op.h"
 #include "torch_bindings/stream.h"
 
@@ -31,6 +32,7 @@ struct ListImpl {
   Launch launch;
   bool shared = false;  // rows of 584 bytes
   int max_heads = 0;    // 0: any number
+  bool masks = false;   // groups of heads that see parts of a list
 
   std::string reject_device() const {
     const int sm = usable_sm("sparse_mla"), own = static_cast<int>(arch);
@@ -41,6 +43,10 @@ struct ListImpl {
 
   std::string reject(const Params& p) const {
     if (p.dtype != dtype) return std::string("takes q of ") + name_of(dtype) + ", got " + name_of(p.dtype);
+    if (HeadMasks(p).bits != nullptr && (!masks || p.num_q_heads > kPlanRows)) {
+      return masks ? "takes at most 64 heads with head_masks, got " + std::to_string(p.num_q_heads)
+                   : "takes no head_masks";
+    }
     if (!portable) {
       if (p.kv_dtype != kv_dtype) {
         return std::string("takes rows of ") + name_of(kv_dtype) + ", got " + name_of(p.kv_dtype);
@@ -94,8 +100,8 @@ constexpr std::initializer_list<ListImpl> kListImpls = {
     {"sm90_list_shared_fp16", Arch::kSm90, kFp16, kRows, false, &sm90::fp8_fragments::launch_shared_fp16, true},
     {"sm90_list_few_bf16", Arch::kSm90, kBf16, kBf16, false, &sm90::few_rows::launch_selected_bf16, false, kFewHeads},
     {"sm90_list_few_fp16", Arch::kSm90, kFp16, kFp16, false, &sm90::few_rows::launch_selected_fp16, false, kFewHeads},
-    {"sm90_list_bf16", Arch::kSm90, kBf16, kBf16, false, &sm90::launch_selected_bf16},
-    {"sm90_list_fp16", Arch::kSm90, kFp16, kFp16, false, &sm90::launch_selected_fp16},
+    {"sm90_list_bf16", Arch::kSm90, kBf16, kBf16, false, &sm90::launch_selected_bf16, false, 0, true},
+    {"sm90_list_fp16", Arch::kSm90, kFp16, kFp16, false, &sm90::launch_selected_fp16, false, 0, true},
 #endif
     {"mma_lists_bf16", Arch::kSm80, kBf16, kBf16, true, &launch_lists_bf16},
     {"mma_lists_fp16", Arch::kSm80, kFp16, kFp16, true, &launch_lists_fp16},
@@ -116,11 +122,20 @@ void run_on_cuda(const Params& params, const Tensor& q) {
   select_impl("sparse_mla", kListImpls, params).launch(params, current_stream(q));
 }
 
+void share_lists_cuda(const Tensor& shared, const Tensor& masks, const Tensor& shared_length, const Tensor& indices,
+                      const OptionalTensor& topk_length, int64_t together) {
+  const ShareParams p = checked_share(shared, masks, shared_length, indices, topk_length, together);
+  check_range(kShare, "together * topk", int64_t{p.together} * p.topk, 0, kMostSharedKeys);
+  const OnDevice guard(indices);
+  launch_share_lists(p, current_stream(indices));
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(attnops, CUDA, m) {
   m.impl("sparse_mla_plan", TORCH_BOX(&sparse_mla_plan_cuda));
   m.impl("sparse_mla_decode", TORCH_BOX(&sparse_mla_decode<&run_on_cuda>));
+  m.impl("share_lists", TORCH_BOX(&share_lists_cuda));
   m.impl("sparse_mla_prefill", TORCH_BOX(&sparse_mla_prefill<&run_on_cuda>));
 }
 

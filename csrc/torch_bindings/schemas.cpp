@@ -171,7 +171,11 @@ STABLE_TORCH_LIBRARY(attnops, m) {
   m.def(
       "sparse_mla_prefill(Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? max_logits, Tensor q, Tensor? q_pe, Tensor kv, "
       "Tensor indices, Tensor? topk_length, Tensor? extra_kv, Tensor? extra_indices, Tensor? extra_topk_length, "
-      "float softmax_scale, Tensor? sinks=None, Tensor(d!)? report=None) -> ()");
+      "float softmax_scale, Tensor? sinks=None, Tensor(d!)? report=None, Tensor? head_masks=None, "
+      "int head_groups=1) -> ()");
+  m.def(
+      "share_lists(Tensor(a!) shared, Tensor(b!) masks, Tensor(c!) shared_length, Tensor indices, "
+      "Tensor? topk_length, int together) -> ()");
 
   // layer_call/: store and attend in one call, of what a layer's calls share and bound before. `bound` holds addresses,
   // so these write pages and scratch that are none of their arguments: for opaque callers only, not for traced code.

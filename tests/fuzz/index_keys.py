@@ -102,6 +102,12 @@ def _check_topk(draw: Draw, where: tuple[Tensor, ...], columns: int) -> None:
     )
     scratch = Guarded(draw, (draw.pick([1, 2, 3, 5, 64]), columns), torch.float32)
     indices = Guarded(draw, (rows, k), torch.int32)
+    if draw.chance(0.5):  # pieces of keys
+        least = 3 * (k + 3) + 7 + pages.shape[1]
+        floats = least + draw.pick([0, 1, 50, 500, 5000])
+        in_pieces = ops.index_topk(*where, k, scratch=weights.new_empty(floats))
+        if not torch.equal(in_pieces, expected):
+            raise Failure("indices of index_topk in pieces differ from those of two calls")
     ops.index_topk(*where, k, indices=indices.view, scratch=scratch.view)
     if not torch.equal(indices.view, expected):
         raise Failure("indices of index_topk differ from those of two calls")

@@ -153,6 +153,10 @@ def right_prefill(draw: Draw) -> None:
     out = Guarded(draw, (*q.shape[:2], 512), q.dtype, dense=True)
     lse, most = (Guarded(draw, tuple(q.shape[:2]), torch.float32, dense=True) for _ in range(2))
     with_most = draw.chance(0.5)
+    if extra is None and draw.chance(0.6):
+        sizes = [n for n in (1, 2, 3, 4, 8) if len(q) % n == 0 and (draw.device == "cpu" or n * q.shape[1] <= 64)]
+        if sizes and (draw.device == "cpu" or (q.dtype != torch.float32 and kv.dtype == q.dtype)):
+            return _prefill_together(draw, problem, kv, draw.pick(sizes))
     ops.sparse_mla_prefill(
         q,
         kv,
@@ -171,6 +175,29 @@ def right_prefill(draw: Draw) -> None:
     out.check("out")
     lse.check("lse")
     most.check("max_logits")
+
+
+def _prefill_together(draw: Draw, problem: SparseProblem, kv: torch.Tensor, together: int) -> None:
+    """The same where neighbouring tokens share lists."""
+    draw.saw("op share_lists")
+    draw.note(together=together)
+    q, lists = problem.q.flatten(0, 1), problem.selected
+    lengths = None if lists.lengths is None else lists.lengths.flatten()
+    shared, masks, shared_length = ops.share_lists(lists.indices.flatten(0, 1), together, topk_length=lengths)
+    wide = q.reshape(len(q) // together, together * q.shape[1], q.shape[2])
+    out, lse = ops.sparse_mla_prefill(
+        wide,
+        kv,
+        shared,
+        softmax_scale=SCALE,
+        topk_length=shared_length,
+        sinks=None if problem.sinks is None else problem.sinks.repeat(together),
+        return_lse=True,
+        head_masks=masks,
+        head_groups=together,
+    )
+    assert lse is not None
+    _judge(draw, problem, out.view(*q.shape[:2], 512), lse.view(q.shape[:2]))
 
 
 def hostile_lists(draw: Draw) -> None:

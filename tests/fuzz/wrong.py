@@ -116,6 +116,7 @@ NUMBERS = {
     "num_tokens": [0, -1, 2**31],
     "path_length": [0, -1, 2**31],
     "tokens_per_request": [0, -1, 2**31],
+    "together": [0, -1, 9],
     "threshold_acc": [0.0, 1.5, math.nan],
 }
 LEGAL = {("expand_rows", "topk"): {0}}  # numbers that a function takes all the same

@@ -83,6 +83,66 @@ def test_keys_from_a_start_on(seqlen_q, page_size, heads, dim, rows_at_once, dev
     assert torch.equal(ops.index_topk(*given, k, k_start=torch.zeros_like(starts)), ops.index_topk(*given, k))
 
 
+def least_floats(k, page_size):
+    """Of a flat scratch: one row's candidates, and a page of logits."""
+    return 3 * -(-k // 4) * 4 + 7 + page_size
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scale", [0, 1, 3, 8, 100])
+@pytest.mark.parametrize("equal", [False, True])
+@pytest.mark.parametrize("from_a_start", [False, True])
+@pytest.mark.parametrize(
+    ("seqlen_q", "page_size", "heads", "dim"), [(1, 64, 64, 128), (3, 5, 8, 128), (70, 16, 16, 64)]
+)
+def test_a_flat_scratch_of_any_size(seqlen_q, page_size, heads, dim, from_a_start, equal, scale, device):
+    """Pieces of one page, of some, and whole rows: the bits of whole rows, also where all logits are equal."""
+    lengths = [[max(n + i, -4) for i in range(seqlen_q)] for n in (700, 0, 17, 129, 640, -9)]
+    paged, rows, k = Paged(lengths, page_size, dim, device), 6 * seqlen_q, 24
+    q, weights = (t.to(device) for t in queries(rows, heads, dim))
+    if equal:
+        weights.zero_()
+    given = (q.view(6, seqlen_q, heads, dim), paged.pages, paged.table, weights, ints(lengths, device), k)
+    starts = [[(s + i) % 700 for i in range(seqlen_q)] for s in (257, 0, 17, 5, 600, 3)]
+    more = {"k_start": ints(starts, device)} if from_a_start else {}
+    positions = torch.full((2, rows, k), SENTINEL, dtype=torch.int32, device=device)
+    capacity = paged.table.shape[1] * page_size
+    expected = ops.index_topk(
+        *given, **more, positions=positions[0], scratch=torch.zeros(rows, capacity, device=device)
+    )
+    floats = least_floats(k, page_size) + scale * 97
+    buffer = torch.full((floats + 4,), math.nan, device=device)
+    got = ops.index_topk(*given, **more, positions=positions[1], scratch=buffer[:floats])
+    assert torch.equal(got, expected) and torch.equal(positions[1], positions[0])
+    assert buffer[floats:].isnan().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("columns", [None, 690, 300])
+def test_the_scratch_that_is_allocated(columns, device, monkeypatch):
+    """Has no more than its bytes where rows and columns are many, and the longest row may be told."""
+    lengths = [[min(n, columns or n)] for n in (690, 20, 300, 555)]
+    paged = Paged([[690]] * 4, 16, 128, device)
+    q, weights = (t.to(device) for t in queries(4, 8, 128))
+    given = (q[:, None], paged.pages, paged.table, weights, ints(lengths, device), 32)
+    expected = ops.index_topk(*given, scratch=torch.zeros(4, 704, device=device))
+    monkeypatch.setattr("attnops.ops.indexer.SCRATCH_BYTES", 2000)
+    assert torch.equal(ops.index_topk(*given, max_seqlen_k=columns), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("batch", "seqlen_q", "keys"), [(66, 1, 9000), (1, 300, 20000), (3, 2, 70000)])
+def test_pieces_of_long_rows(batch, seqlen_q, keys):
+    """k 2048, pieces of every kind of selection."""
+    lengths = [[keys - 37 * b + i for i in range(seqlen_q)] for b in range(batch)]
+    paged, rows = Paged(lengths, 64, 128, "cuda"), batch * seqlen_q
+    q, weights = (t.cuda() for t in queries(rows, 64, 128))
+    given = (q.view(batch, seqlen_q, 64, 128), paged.pages, paged.table, weights, ints(lengths, "cuda"), 2048)
+    expected = ops.index_topk(*given, scratch=torch.empty(rows, paged.table.shape[1] * 64, device="cuda"))
+    for floats in (30_000, 400_000, 1_500_000):
+        assert torch.equal(ops.index_topk(*given, scratch=torch.empty(floats, device="cuda")), expected)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rows_at_once", [7, 64])
 @pytest.mark.parametrize("page_size", [64, 6])
@@ -141,14 +201,20 @@ FAULTS = {
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("told", FAULTS)
-def test_faults_name_the_row_of_the_call(told, device):
-    """Whichever turn of the scratch the row has."""
+@pytest.mark.parametrize("flat", [False, True])
+def test_faults_name_the_row_of_the_call(flat, told, device):
+    """Whichever turn of the scratch the row has, and whichever piece the key."""
     given = {"lengths": [3, 2], "columns": 8, "table": [[0, 1], [1, 0]]} | FAULTS[told]
     pages, report = torch.zeros(2, 4, 132, dtype=torch.uint8, device=device), new_report(device)
     q, weights = (t.to(device) for t in queries(2, 8, 128))
     lengths, table = ints(given["lengths"], device).view(2, 1), ints(given["table"], device)
     arguments = (q.unsqueeze(1), pages, table, weights, lengths, 2)
-    more = {"scratch": torch.zeros(1, given["columns"], device=device)}
+    if flat and given["columns"] < 8:
+        pytest.skip("a flat scratch has columns for all keys of the page table")
+    scratch = (
+        torch.zeros(least_floats(2, 4), device=device) if flat else torch.zeros(1, given["columns"], device=device)
+    )
+    more = {"scratch": scratch}
     if "starts" in given:
         more["k_start"] = ints(given["starts"], device).view(2, 1)
     out = ops.index_topk(*arguments, **more, report=report)
@@ -172,6 +238,10 @@ def test_arguments():
         ops.index_topk(**given, scratch=torch.zeros(0, 8))
     with pytest.raises(RuntimeError, match=r"attnops::index_topk: scratch .*float32"):
         ops.index_topk(**given, scratch=torch.zeros(1, 8, dtype=torch.bfloat16))
+    with pytest.raises(RuntimeError, match=r"attnops::index_topk: scratch.shape\[0\] must be at least 23 .*, got 7"):
+        ops.index_topk(**given, scratch=torch.zeros(7))
+    with pytest.raises(RuntimeError, match=r"attnops::index_topk: scratch .*contiguous"):
+        ops.index_topk(**given, scratch=torch.zeros(200)[::2])
     with pytest.raises(
         RuntimeError, match=r"attnops::index_topk: k_start.shape\[1\] \(seqlen_q\) must be 1 as in q, got 2"
     ):
@@ -198,20 +268,22 @@ def test_schema_and_fake(device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("from_a_start", [False, True])
-def test_replays_with_other_lengths(from_a_start):
-    """A recorded call, three turns of the scratch, over lengths, and first keys, that change."""
+@pytest.mark.parametrize("flat", [False, True])
+def test_replays_with_other_lengths(flat, from_a_start):
+    """A recorded call, three turns of the scratch or five pieces of it, over lengths, and first keys, that change."""
     lengths = [[700], [4100], [90], [2500], [1]]
     paged = Paged(lengths, 64, 128, "cuda")
     q, weights = (t.cuda() for t in queries(5, 64, 128))
-    seen, scratch = ints(lengths, "cuda"), torch.empty(2, 4200, device="cuda")
-    given = (q.unsqueeze(1), paged.pages, paged.table, weights, seen, 512)
+    seen, own = ints(lengths, "cuda"), torch.empty(2, 4200, device="cuda")
+    scratch = torch.empty(5 * (3 * 64 + 7 + 1024), device="cuda") if flat else torch.empty_like(own)
+    given = (q.unsqueeze(1), paged.pages, paged.table, weights, seen, 64 if flat else 512)
     starts = {"k_start": torch.zeros_like(seen)} if from_a_start else {}
     out = ops.index_topk(*given, scratch=scratch, **starts)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         ops.index_topk(*given, indices=out, scratch=scratch, **starts)
     expected, wrong = torch.empty_like(out), torch.zeros((), dtype=torch.int64, device="cuda")
-    longest, own = ints(lengths, "cuda"), torch.empty_like(scratch)
+    longest = ints(lengths, "cuda")
     for _ in range(1000):
         seen.copy_(torch.minimum(longest, torch.randint(-1, 4100, (5, 1), device="cuda")))
         for start in starts.values():

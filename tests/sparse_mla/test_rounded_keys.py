@@ -53,7 +53,7 @@ def test_lists_of_few_keys_are_rounded(device, dtype, shape, heads, num_sm_parts
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("heads,num_sm_parts", [(9, 6), (16, 200), (20, 3), (64, 2), (128, 200)])
+@pytest.mark.parametrize("heads,num_sm_parts", [(9, 6), (16, 200), (20, 3), (40, 200), (64, 2), (128, 200)])
 @pytest.mark.parametrize("counts", [(0, 3), (FEW, 0), (5, FEW - 5)])
 def test_two_lists_of_few_keys_are_rounded(device, heads, num_sm_parts, counts):
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
@@ -71,7 +71,7 @@ def test_two_lists_of_few_keys_are_rounded(device, heads, num_sm_parts, counts):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("counts", [(FEW + 1,), (64, 40, FEW + 1), (0, 0)])
-@pytest.mark.parametrize("heads", [9, 20, 64, 128])
+@pytest.mark.parametrize("heads", [9, 20, 40, 64, 128])
 def test_lists_of_more_keys_are_not(device, dtype, counts, heads):
     problem, _ = listing(counts, heads=heads, dtype=dtype, device=device)
     for plan in (plan_of(problem), plan_of(problem, fixed=64)):

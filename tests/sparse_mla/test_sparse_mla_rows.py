@@ -120,11 +120,29 @@ def test_lists_of_few_heads_in_pieces_of_every_count(heads, requests, topk, part
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["bytes", "shared_bytes"])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("heads", [33, 48])
+@pytest.mark.parametrize("requests", [7, 150, 300])
+@pytest.mark.parametrize("parts", [None, 7])
+def test_blocks_of_48_heads_in_pieces_of_every_count(kind, dtype, heads, requests, parts):
+    problem = sparse_problem(
+        kind, dtype, (requests, 1), heads, 700, 64, lengths=True, holes=True, sinks=True, device="cuda"
+    )
+    plan = plan_of(problem, num_sm_parts=parts)
+    out, lse = decode(problem, plan)
+    assert_right(problem, out, lse)
+    again = decode(problem, plan)
+    assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+    assert_right(problem, *prefill(problem, with_most=False))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype,lengths", [(BF16, False), (FP16, True)])
-@pytest.mark.parametrize("heads", [8, 20, 64, 130])
+@pytest.mark.parametrize("heads", [8, 20, 33, 48, 64, 130])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_row_of_two_lists(kind, dtype, heads, lengths):
-    """As the window and the entries of DeepSeek-V4, by blocks of 16, 32 and 64 heads."""
+    """As the window and the entries of DeepSeek-V4, by blocks of 16, 32, 48 and 64 heads."""
     pools = {"page_size": 64, "extra_page_size": 4}
     lists = {"topk": 150, "extra_topk": 200, "lengths": lengths, "holes": True, "sinks": True}
     problem = sparse_problem(kind, dtype, **pools, **lists, shape=(3, 2), heads=heads, device="cuda")
@@ -278,7 +296,7 @@ def test_short_calls_over_rows_of_584_bytes(heads, shape, topk, extra, lengths):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [16, 20, 64, 128])
+@pytest.mark.parametrize("heads", [16, 20, 40, 64, 128])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("extra", [0, 70])
 def test_a_token_of_prefill_has_the_same_bits_alone(heads, kind, extra):

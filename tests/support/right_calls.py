@@ -146,6 +146,12 @@ def sparse_arguments() -> dict[str, dict[str, Any]]:
         | call
         | {"indices": lists.indices[:, 0], "max_logits": torch.zeros(3, 5), "extra_kv": extra.kv_pages}
         | {"extra_indices": extra.indices[:, 0], "extra_topk_length": extra.lengths[:, 0]},
+        "share_lists": {"indices": torch.arange(20, dtype=torch.int32).view(4, 5), "together": 2}
+        | {
+            "topk_length": torch.tensor([5, 3, 0, 1], dtype=torch.int32),
+            "shared": torch.zeros(2, 10, dtype=torch.int32),
+        }
+        | {"masks": torch.zeros(2, 10, dtype=torch.uint8), "shared_length": torch.zeros(2, dtype=torch.int32)},
     }
 
 

@@ -54,10 +54,10 @@ class Consumer {
         }
       }
       if (piece.num_tiles % 2 == 0) release(kQueriesEmpty);
-      if constexpr (kOptions == Options::kSelected && kGroup == 1) give_tops(count & 1);
+      if constexpr (selects(kOptions) && kGroup == 1) give_tops(count & 1);
       const RowSums sums =
           exchange_sums(rows_, reinterpret_cast<float*>(base_ + kSums), shared_ + kRowSums, count & 1, kGroup);
-      if constexpr (kOptions == Options::kSelected && kGroup == 0) store_tops(piece, count & 1);
+      if constexpr (selects(kOptions) && kGroup == 0) store_tops(piece, count & 1);
       store_rows<T, kOptions>(p_, piece, rows_, sums, kGroup, modes_.out_aligned, base_ + kP0, shared_ + kP0, o);
     }
   }
@@ -191,9 +191,17 @@ class Consumer {
   }
 
   // Of a list, which keys of the buffer's tile there are: as its loaders have left it.
-  __device__ uint64_t listed_keys(int buffer) const {
-    if constexpr (kOptions != Options::kSelected) return 0;
-    return *reinterpret_cast<const volatile uint64_t*>(base_ + kKeyMasks + 8 * buffer);
+  __device__ auto listed_keys(int buffer) const {
+    if constexpr (kOptions == Options::kMasked) {
+      RowKeys seen;
+      const auto* words = reinterpret_cast<const volatile uint64_t*>(base_ + kHeadMasks) + buffer * kMostHeadGroups;
+#pragma unroll
+      for (int h = 0; h < kRowsPerThread; ++h) seen.of[h] = words[rows_.group[h]];
+      return seen;
+    } else {
+      if constexpr (kOptions != Options::kSelected) return uint64_t{0};
+      return static_cast<uint64_t>(*reinterpret_cast<const volatile uint64_t*>(base_ + kKeyMasks + 8 * buffer));
+    }
   }
 
   __device__ uint32_t kv_tile(int buffer, int tile) const {

@@ -128,6 +128,7 @@ void launch_selected(const Params& given, cudaStream_t stream) {
                     .units = row_units(p.selected, p.kv_dtype),
                     .by_extra_size = Divisor(p.extra.page_size),
                     .extra_units = row_units(p.extra, p.kv_dtype)};
+  if (HeadMasks(p).bits != nullptr) return launch_attention<T, Options::kMasked, Loads::kGathered>(p, modes, stream);
   launch_attention<T, Options::kSelected, Loads::kGathered>(p, modes, stream);
   if (p.tile_scheduler_metadata) launch_merge<T>(p, stream);
 }

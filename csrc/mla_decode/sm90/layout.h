@@ -2,6 +2,7 @@
 #include <cstdint>
 
 #include "mla_decode/plan.h"
+#include "mla_decode/selected.h"
 
 namespace attnops::mla_decode::sm90 {
 
@@ -32,7 +33,8 @@ inline constexpr int kRowLists = (kEntry + 32 + 15) / 16 * 16;
 inline constexpr int kAsked = kRowLists + 4 * 32 * 4;  // int: what the part has asked for before its loaders begin
 inline constexpr int kKeyMasks = kAsked + 16;          // uint64 [2], by buffer: which keys of a list there are
 inline constexpr int kTops = kKeyMasks + 16;           // float [2][64], by parity of the piece: group 1's, of lists
-inline constexpr int kSharedBytes = kTops + 2 * 64 * 4;
+inline constexpr int kHeadMasks = kTops + 2 * 64 * 4;  // uint64 [2][kMostHeadGroups], by buffer: who sees which keys
+inline constexpr int kSharedBytes = kHeadMasks + 2 * kMostHeadGroups * 8;
 static_assert(kSharedBytes <= 227 * 1024);
 
 // A KV tile arrives in five units and is given back in three.

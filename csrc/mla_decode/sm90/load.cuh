@@ -23,12 +23,11 @@ class Loader : BoxLoads {
   __device__ Loader(const Params& p, const Maps& maps, const Modes& modes, const SplitKvEntry& entry, uint8_t* base,
                     uint32_t shared)
       // Without a plan, in prefill, tokens share rows.
-      : BoxLoads(p, maps, modes, base, shared, kOptions != Options::kSelected || p.tile_scheduler_metadata),
-        entry_(entry) {}
+      : BoxLoads(p, maps, modes, base, shared, !selects(kOptions) || p.tile_scheduler_metadata), entry_(entry) {}
 
   __device__ void run() {
     if constexpr (kLoads == Loads::kBoxes) ask_first_loads();
-    if constexpr (kOptions == Options::kSelected) clear_rope();
+    if constexpr (selects(kOptions)) clear_rope();
     PieceWalkFor<kOptions> walk(entry_);
     int first_pages = speculate();
     Piece piece;
@@ -58,7 +57,9 @@ class Loader : BoxLoads {
   // Every second tile of the piece. Pages are looked up before they are needed.
   __device__ void load_tiles(const Piece& piece, int count, int first_pages) {
     const int32_t* cells = p_.page_table.row(piece.request);
-    if constexpr (kOptions == Options::kSelected) {
+    if constexpr (kOptions == Options::kMasked) {
+      load_listed_tiles<false>(piece, count);
+    } else if constexpr (kOptions == Options::kSelected) {
       if (p_.extra.count > 0) {
         load_listed_tiles<true>(piece, count);
       } else {
@@ -161,7 +162,9 @@ class Loader : BoxLoads {
   __device__ void load_listed_tiles(const Piece& piece, int count) {
     const ListKeys keys(p_.selected, p_.extra, piece.request);
     int next[kRowsPerLane];
+    uint32_t next_masks[kRowsPerLane] = {};
     listed_rows<kTwo>(piece, keys, buffer_, next);
+    if constexpr (kOptions == Options::kMasked) listed_masks(piece, buffer_, next_masks);
     let_even_tile_go_first(count);
     for (int t = buffer_; t < piece.num_tiles; t += 2) {
       const TileRows<kTwo> from(p_, modes_, keys.is_extra((piece.first_tile + t) * kPlanTileTokens));
@@ -174,7 +177,17 @@ class Loader : BoxLoads {
       }
       if (p_.report && has_rope()) report_rows(piece, keys, from, t, next);
       // By the warp whose part is given back by the group that reads it.
+      uint32_t masks_there[kRowsPerLane] = {};
+      if constexpr (kOptions == Options::kMasked) {
+#pragma unroll
+        for (int i = 0; i < kRowsPerLane; ++i) masks_there[i] = rows[i] < 0 ? 0 : next_masks[i];
+        listed_masks(piece, t + 2, next_masks);
+      }
       const auto tell = [&] {
+        if constexpr (kOptions == Options::kMasked) {
+          if (has_rope()) tell_masks(masks_there);
+          return;
+        }
         auto* masks = reinterpret_cast<volatile uint64_t*>(base_ + kKeyMasks) + buffer_;
         if (has_rope() && lane_ == 0) *masks = there[0] | static_cast<uint64_t>(there[1]) << 32;
       };
@@ -208,6 +221,30 @@ class Loader : BoxLoads {
     for (int i = 0; i < kRowsPerLane; ++i) {
       const int at = lane_ + 32 * i;
       rows[i] = t < piece.num_tiles && first_key + at < end ? list[begin + at] : -1;
+    }
+  }
+
+  // Which groups of heads see them.
+  __device__ void listed_masks(const Piece& piece, int t, uint32_t (&masks)[kRowsPerLane]) const {
+    if (!has_rope()) return;
+    const int first_key = (piece.first_tile + t) * kPlanTileTokens;
+    const HeadMasks of(p_);
+    const uint8_t* list = of.bits + piece.request * of.stride + first_key;
+#pragma unroll
+    for (int i = 0; i < kRowsPerLane; ++i) {
+      const int at = lane_ + 32 * i;
+      masks[i] = t < piece.num_tiles && first_key + at < piece.keys.end ? list[at] : 0;
+    }
+  }
+
+  // A word of keys for each group of heads.
+  __device__ void tell_masks(const uint32_t (&masks)[kRowsPerLane]) const {
+    auto* words = reinterpret_cast<volatile uint64_t*>(base_ + kHeadMasks) + buffer_ * kMostHeadGroups;
+#pragma unroll
+    for (int group = 0; group < kMostHeadGroups; ++group) {
+      const uint32_t low = __ballot_sync(0xffffffffu, masks[0] >> group & 1);
+      const uint32_t high = __ballot_sync(0xffffffffu, masks[1] >> group & 1);
+      if (lane_ == 0) words[group] = low | static_cast<uint64_t>(high) << 32;
     }
   }
 
@@ -361,7 +398,7 @@ class Loader : BoxLoads {
       for (int k = 0; k < kTilesV; ++k) {
         attnops::sm90::copy16(place + k * kTileBytes, q + k * 128 + chunk * 16, valid);
       }
-      const bool has_rope_part = kOptions != Options::kSelected || with_rope();
+      const bool has_rope_part = !selects(kOptions) || with_rope();
       attnops::sm90::copy16(place + kRopeTile * kTileBytes, rope + chunk * 16, valid && has_rope_part);
     }
     attnops::sm90::arrive_after_copies(shared_ + kQueriesFull);
@@ -381,7 +418,7 @@ class Loader : BoxLoads {
 
   __device__ void check_length(const Piece& piece) const {
     if (kOptions == Options::kCommon || p_.report == nullptr || warp_ + lane_ != 0) return;
-    if constexpr (kOptions == Options::kSelected) return check_list_lengths(p_, piece);
+    if constexpr (selects(kOptions)) return check_list_lengths(p_, piece);
     check_table_length(p_, piece);
   }
 

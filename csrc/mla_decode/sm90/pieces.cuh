@@ -10,8 +10,11 @@ namespace attnops::mla_decode::sm90 {
 // What a kernel is compiled for: all that the op offers, or only what most calls ask: no soft cap, window, tree mask,
 // sinks or checked mode, a positive scale, queries that the copy engine can fetch and an aligned output. Code that is
 // only jumped over is not free: a short call runs everything once, at the speed of instruction fetches.
-// kSelected is lists of rows instead of pages, with sinks and the checked mode, but for the rest as kCommon.
-enum class Options { kAll, kCommon, kSelected };
+// kSelected is lists of rows instead of pages, with sinks and the checked mode, but for the rest as kCommon. kMasked is
+// the same where groups of heads see parts of a list (HeadMasks).
+enum class Options { kAll, kCommon, kSelected, kMasked };
+
+constexpr bool selects(Options options) { return options == Options::kSelected || options == Options::kMasked; }
 
 template <Options kOptions>
 __device__ inline int window_of(const Params& p) {
@@ -74,7 +77,7 @@ __device__ inline SplitKvEntry entry_of(const Params& p, int part) {
 // The same. Lists without a plan are dealt out whole, as many works to each group of parts.
 template <Options kOptions>
 __device__ inline SplitKvEntry entry_for(const Params& p, int part) {
-  if (kOptions != Options::kSelected || p.tile_scheduler_metadata) return entry_of(p, part);
+  if (!selects(kOptions) || p.tile_scheduler_metadata) return entry_of(p, part);
   const int blocks = p.division.blocks, groups = p.num_sm_parts / blocks, group = p.division.by_blocks.divide(part);
   const int64_t works = int64_t{p.batch_size} * (blocks_of_request(p) / blocks);
   const auto first_of = [&](int g) { return static_cast<int32_t>(works * g / groups); };
@@ -84,7 +87,7 @@ __device__ inline SplitKvEntry entry_for(const Params& p, int part) {
 // Keys of a request, as the plan counts them.
 template <Options kOptions>
 __device__ inline int keys_of(const Params& p, int request) {
-  return kOptions == Options::kSelected ? ListKeys(p.selected, p.extra, request).end : p.cache_seqlens[request];
+  return selects(kOptions) ? ListKeys(p.selected, p.extra, request).end : p.cache_seqlens[request];
 }
 
 // Less than begin_work where the part is idle, which it may also be inside a work: a batch-invariant plan's part can be

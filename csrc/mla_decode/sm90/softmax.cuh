@@ -49,6 +49,7 @@ struct RowState {
   float maximum[kRowsPerThread];
   float sum[kRowsPerThread];  // of this thread's columns, of this group's tiles
   float top[kRowsPerThread];  // of lists: the largest score of this group's tiles, in the base-2 logarithm
+  int group[kRowsPerThread];  // kMasked: of heads
 
   template <Options kOptions = Options::kAll>
   __device__ void begin(const Params& p, const Piece& piece) {
@@ -68,7 +69,8 @@ struct RowState {
       keys[h].end = min_of(end, piece.keys.end);
       maximum[h] = -INFINITY;
       sum[h] = 0.f;
-      if constexpr (kOptions == Options::kSelected) top[h] = -INFINITY;
+      if constexpr (selects(kOptions)) top[h] = -INFINITY;
+      if constexpr (kOptions == Options::kMasked) group[h] = min_of(row / HeadMasks(p).of_group, kMostHeadGroups - 1);
     }
   }
 };
@@ -166,6 +168,30 @@ __device__ inline void mask_unlisted(uint64_t seen, float (&s)[32]) {
   }
 }
 
+// Which keys of a tile the rows of a thread see.
+struct RowKeys {
+  uint64_t of[kRowsPerThread];
+};
+
+__device__ inline void mask_unlisted(const RowKeys& seen, float (&s)[32]) {
+#pragma unroll
+  for (int h = 0; h < kRowsPerThread; ++h) {
+    const uint64_t keys = seen.of[h] >> 2 * (threadIdx.x % 4);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const auto word = static_cast<uint32_t>(keys >> 32 * half);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& x = s[16 * half + 4 * j + 2 * h + e];
+          x = word & 1u << (8 * j + e) ? x : -INFINITY;
+        }
+      }
+    }
+  }
+}
+
 // The largest of the thread's scores of its row h.
 __device__ inline float row_top(const float (&s)[32], int h) {
   float tops[4];
@@ -180,9 +206,9 @@ __device__ inline float row_top(const float (&s)[32], int h) {
 // accumulator must be multiplied by. `halfway` runs between the rows' exponentials: what is in flight under the softmax
 // is done by then, and what it read can be given back before the softmax ends. `seen` is of lists: which keys there
 // are.
-template <Options kOptions = Options::kAll, class Halfway>
+template <Options kOptions = Options::kAll, class Halfway, class Seen = uint64_t>
 __device__ inline void softmax_tile(const Params& p, const Piece& piece, RowState& rows, int first_key, float (&s)[32],
-                                    float (&factor)[kRowsPerThread], const Halfway& halfway, uint64_t seen = 0) {
+                                    float (&factor)[kRowsPerThread], const Halfway& halfway, const Seen& seen = {}) {
   // What is left to multiply a score by: a positive scale commutes with the maximum and joins the exponent's
   // subtraction.
   float scale = p.softmax_scale * kLog2e;
@@ -192,7 +218,7 @@ __device__ inline void softmax_tile(const Params& p, const Piece& piece, RowStat
     for (int i = 0; i < 32; ++i) s[i] = p.logit_cap > 0.f ? soft_capped(s[i] * inner, cap) : s[i] * scale;
     scale = 1.f;
   }
-  if constexpr (kOptions == Options::kSelected) {
+  if constexpr (selects(kOptions)) {
     mask_unlisted(seen, s);
   } else if constexpr (kOptions == Options::kAll) {
     mask_tile(p, piece, rows, first_key, s);
@@ -203,7 +229,7 @@ __device__ inline void softmax_tile(const Params& p, const Piece& piece, RowStat
 #pragma unroll
   for (int h = 0; h < kRowsPerThread; ++h) {
     const float top = scale * quad_max(row_top(s, h));
-    if constexpr (kOptions == Options::kSelected) rows.top[h] = fmaxf(rows.top[h], top);
+    if constexpr (selects(kOptions)) rows.top[h] = fmaxf(rows.top[h], top);
     const float before = rows.maximum[h];
     const float after = top > before + kSlack ? top : before;
     factor[h] = rescale_factor(before, after);

@@ -63,7 +63,8 @@ inline void expand_rows(const ExpandParams& p) {
   };
   int64_t request = -1;
   for (int64_t row = 0; row < p.num_rows; ++row) {
-    if (!is_of(row, request) && !is_of(row, ++request)) request = request_of(p.cu_seqlens_q, p.batch_size, row);
+    if (!is_of(row, request) && !is_of(row, ++request))
+      request = attnops::request_of(p.cu_seqlens_q, p.batch_size, row);
     expand_row(p, row, request);
   }
 }
@@ -74,7 +75,7 @@ inline void gather_index_k(const GatherIndexParams& p, int64_t begin, int64_t en
   const bool dense = p.stride_k == p.pages.dim;
   for (int64_t key = begin, count; key < end; key += count) {
     count = 1;
-    const int64_t request = request_of(p.cu_seqlens, p.batch_size, key);
+    const int64_t request = attnops::request_of(p.cu_seqlens, p.batch_size, key);
     if (request < 0) continue;
     const int64_t first = p.cu_seqlens[request], last = min_of<int64_t>(end, p.cu_seqlens[request + 1]);
     const KeyPlace place = place_of(p, request, key - first);

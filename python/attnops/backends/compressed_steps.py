@@ -16,13 +16,13 @@ from torch import Tensor
 from attnops import ops
 from attnops.graph_buffers import MAX_CACHED_STEPS, PagedStep
 from attnops.metadata.sparse_plan import SparseMlaPlan
+from attnops.ops.indexer import SCRATCH_BYTES
 from attnops.plan_buffers import MLA_INVARIANT_SPLIT_TOKENS
 from attnops.types import AttentionBatch, AttentionSpec, Limits
 
 PART_TOKENS = 1024  # of a ragged step, that are planned together
 INVARIANT_PART_TOKENS = 128  # the same where each token has room for its own partial results
 LIST_BYTES = 64 << 20  # of lists of all entries
-SCRATCH_BYTES = 256 << 20  # of the indexer's logits
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Part:
         requests: Rows of `index_table`, each with as many tokens.
         index_table: int32 ``[requests, max_pages]``, for the indexer; None: there is no ratio 4.
         gathers: `index_table` is one row per token, gathered from the step's page table.
-        scratch: float32 ``[rows, entries]`` of the indexer.
+        scratch: float32 of the indexer, one dimension.
     """
 
     tokens: slice
@@ -119,8 +119,9 @@ class CompressedSteps:
         }
         self._scratch = self._token_table = None
         if 4 in self._ratios:
-            rows = min(self._part_tokens, max(1, SCRATCH_BYTES // (4 * entries[4])))
-            self._scratch = torch.zeros(rows, entries[4], dtype=torch.float32, device=device)
+            floats = min(self._part_tokens * -(-entries[4] // 4) * 4, SCRATCH_BYTES // 4)
+            floats = max(floats, 4 * spec.sparse_topk + spec.page_size + 32)  # what a piece needs
+            self._scratch = torch.zeros(floats, dtype=torch.float32, device=device)
             self._token_table = ints(self._part_tokens, pages)
         self._steps: dict[tuple[int, int, int, bool], CompressedStep] = {}
 

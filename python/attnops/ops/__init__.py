@@ -31,7 +31,7 @@ from attnops.ops.paged_kv import (
     store_mla_kv,
     translate_slots,
 )
-from attnops.ops.sparse_mla import sparse_mla_decode, sparse_mla_plan, sparse_mla_prefill
+from attnops.ops.sparse_mla import share_lists, sparse_mla_decode, sparse_mla_plan, sparse_mla_prefill
 from attnops.ops.speculation import build_draft_tree, pack_tree_mask, verify_tree_greedy, verify_tree_sampling
 from attnops.ops.xqa_decode import xqa_decode, xqa_decode_plan
 
@@ -75,6 +75,7 @@ __all__ = [
     "move_kv",
     "pack_tree_mask",
     "quantize_index_q",
+    "share_lists",
     "sparse_mla_decode",
     "sparse_mla_plan",
     "sparse_mla_prefill",

@@ -176,8 +176,8 @@ def index_topk(
 ) -> Tensor:
     """The `k` best keys of each token: the bits of `index_logits_paged` and `topk_select`, in less memory.
 
-    Rows go through the scratch, as many at a time as it has. So a long prompt of one request needs no more memory than
-    a step of decode.
+    Logits go through the scratch, a part of them at a time. So a long prompt of one request needs no more memory than
+    a step of decode. A flat scratch does for any context.
 
     With `k_start` a token sees the keys ``[k_start, cache_seqlens)``. So tokens of several requests may be those of
     one, whose pages stand side by side in one row of the page table. Cells in front of `k_start` name pages of the
@@ -186,11 +186,13 @@ def index_topk(
     Args:
         q, index_pages, page_table, weights, cache_seqlens: As for `index_logits_paged`.
         k: 0 to 2048.
-        max_seqlen_k: Columns of a scratch that is allocated; by default all that the page table holds.
+        max_seqlen_k: The longest row, where the scratch is allocated; by default all that the page table holds.
         indices: int32 ``[B * S_q, k]``: token slots, ``page * page_size + offset``; allocated when omitted.
         positions: int32 ``[B * S_q, k]``: where positions are written, too.
-        scratch: float32 ``[rows, N]``, last dim dense, N as wide as the longest row; allocated when omitted, of at most
-            256 MB or one row. Tokens of a request that share a turn share the reads of its keys.
+        scratch: float32, in one of two forms; one of 256 MB at most is allocated when omitted. ``[rows, N]``, last dim
+            dense, N as wide as the longest row: so many rows at a time. ``[n]``, 16-byte aligned: as many rows of what
+            the page table holds as fit. Where these are fewer than 64, and not all, keys come in pieces, each together
+            with the best so far. Then n is at least ``3 * k + 19`` and a page's keys.
         report: int32 ``[8]`` of the checked mode.
         k_start: int32 ``[B, S_q]``: where each token's keys begin, 0 by default. Positions count from there.
 
@@ -206,7 +208,12 @@ def index_topk(
         raise ValueError(f"attnops::index_topk: indices.shape[1] must be {k} (k), got {indices.shape[1]}")
     if scratch is None:
         columns = page_table.shape[1] * index_pages.shape[1] if max_seqlen_k is None else max_seqlen_k
-        scratch = weights.new_empty(min(rows, max(SCRATCH_BYTES // max(4 * columns, 1), 1)), columns)
+        page_size = max(index_pages.shape[1], 1)
+        if 4 * rows * columns <= SCRATCH_BYTES:
+            scratch = weights.new_empty(rows, columns)
+        else:
+            page_table = page_table[:, : -(-columns // page_size)]
+            scratch = weights.new_empty(max(SCRATCH_BYTES // 4, 4 * k + page_size))
     torch.ops.attnops.index_topk(
         indices, positions, q, index_pages, page_table, weights, cache_seqlens, scratch, report, k_start
     )

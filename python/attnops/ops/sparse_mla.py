@@ -167,6 +167,8 @@ def sparse_mla_prefill(
     max_logits: Tensor | None = None,
     return_lse: bool = False,
     report: Tensor | None = None,
+    head_masks: Tensor | None = None,
+    head_groups: int = 1,
 ) -> tuple[Tensor, Tensor | None]:
     """`sparse_mla_decode` for many query tokens, without a plan: a token's list is one piece of work.
 
@@ -179,6 +181,10 @@ def sparse_mla_prefill(
         extra_kv: A second pool, of rows of the kind and dtype of `kv`; a token attends to what both lists name.
         extra_indices, extra_topk_length: int32 ``[T, extra_topk]``, rows of `extra_kv`, and ``[T]``.
         max_logits: float32 destination ``[T, H_q]``: the largest ``softmax_scale * <q, k>``; -inf without keys.
+        head_masks: uint8 ``[T, topk]``: who sees an entry of a list, by groups of heads. Bit i is for heads
+            ``[i, i + 1) * H_q / head_groups``. Tokens of few heads may be heads of one: see `share_lists`. On a GPU for
+            rows of 512 or 576 values, up to 64 heads, on sm_90a. Not beside `extra_kv`.
+        head_groups: Groups, 1 to 8, that divide H_q.
 
     Returns:
         ``(out, lse)`` as of `sparse_mla_decode`.
@@ -205,8 +211,52 @@ def sparse_mla_prefill(
         softmax_scale,
         sinks,
         report,
+        head_masks,
+        head_groups,
     )
     return out, lse
+
+
+@names_its_arguments
+def share_lists(
+    indices: Tensor,
+    together: int,
+    *,
+    topk_length: Tensor | None = None,
+    shared: Tensor | None = None,
+    masks: Tensor | None = None,
+    shared_length: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Lists of neighbouring tokens as one: each row once, with a bit for each token that names it.
+
+    So tokens of few heads share the reads of rows and the tiles of products, where their lists overlap::
+
+        shared, masks, lengths = ops.share_lists(indices, 4)
+        q = q.view(-1, 4 * 16, 576)
+        ops.sparse_mla_prefill(q, kv, shared, topk_length=lengths, head_masks=masks, head_groups=4, softmax_scale=scale)
+
+    Args:
+        indices: int32 ``[T, topk]``, as of `sparse_mla_prefill`; T is a multiple of `together`.
+        together: Tokens of a group, 1 to 8. On a GPU ``together * topk`` is at most 16384.
+        topk_length: int32 ``[T]``; None: lists are as long as they are wide.
+        shared: int32 ``[T / together, together * topk]``; this and the next two are allocated when omitted. Rows stand
+            in the order in which the group's tokens name them first. Lists that name a row twice stand one behind the
+            other.
+        masks: uint8 of that shape: bit i is for token i of the group.
+        shared_length: int32 ``[T / together]``: how many entries there are. What lies behind them is not written.
+
+    Returns:
+        ``(shared, masks, shared_length)``.
+
+    Raises:
+        RuntimeError: naming the argument that does not fit.
+    """
+    groups, width = indices.shape[0] // max(together, 1), together * indices.shape[-1]
+    shared = indices.new_empty(groups, width) if shared is None else shared
+    masks = indices.new_empty(groups, width, dtype=torch.uint8) if masks is None else masks
+    shared_length = indices.new_empty(groups) if shared_length is None else shared_length
+    torch.ops.attnops.share_lists.default(shared, masks, shared_length, indices, topk_length, together)
+    return shared, masks, shared_length
 
 
 def _lists(op: str, name: str, tensor: Tensor | None, shape: Sequence[int], flat_dims: int) -> Tensor | None:
@@ -214,5 +264,5 @@ def _lists(op: str, name: str, tensor: Tensor | None, shape: Sequence[int], flat
     return None if tensor is None else by_request(op, name, tensor, shape, flat_dims)
 
 
-for _op in ("sparse_mla_plan", "sparse_mla_decode", "sparse_mla_prefill"):
+for _op in ("sparse_mla_plan", "sparse_mla_decode", "sparse_mla_prefill", "share_lists"):
     register_fake(_op)

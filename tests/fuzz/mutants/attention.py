@@ -105,6 +105,13 @@ def _(op: str, right: Function, given: dict[str, Any]) -> Any:
     return right(**given | {"indices": rows.masked_fill(twice, -1)})
 
 
+@mutant("share_lists", "the first token sees no row")
+def _(right: Function, given: dict[str, Any]) -> Any:
+    shared, masks, lengths = right(**given)
+    masks.bitwise_and_(0xFE)
+    return shared, masks, lengths
+
+
 @mutant("sparse_mla_prefill", "lists count to their end")
 def _(right: Function, given: dict[str, Any]) -> Any:
     return right(**given | {"topk_length": None})

@@ -98,7 +98,7 @@ def _(op: str, right: Function, given: dict[str, Any]) -> Any:
 def _(right: Function, given: dict[str, Any]) -> Any:
     indices = right(**given)
     scratch = given.get("scratch")
-    indices[0 if scratch is None else len(scratch) :] = -1
+    indices[0 if scratch is None or scratch.dim() == 1 else len(scratch) :] = -1
     return indices
 
 

@@ -39,6 +39,7 @@ CALLERS = {
     "mla_decode": {"mla_decode", "hostile decode", "wrong argument"},
     "sparse_mla_decode": {"sparse decode", "wrong argument"},
     "sparse_mla_prefill": {"sparse prefill", "hostile lists"},
+    "share_lists": {"sparse prefill"},
     "fmha_paged": {"fmha"},
     "fmha_varlen": {"fmha"},
     "store_kv": {"store_kv", "hostile tables"},

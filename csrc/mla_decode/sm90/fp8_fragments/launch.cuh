@@ -70,6 +70,7 @@ void launch_selected(const Params& given, cudaStream_t stream) {
     if (p.num_q_heads <= kFewRows) return launch_shape<T, Shape<kFormat, Options::kSelected>>(p, stream);
   }
   if (p.num_q_heads <= 32) return launch_selected_rows<T, kFormat, 32>(p, stream);
+  if (p.num_q_heads <= 48) return launch_selected_rows<T, kFormat, 48>(p, stream);
   launch_selected_rows<T, kFormat, kPlanRows>(p, stream);
 }
 

@@ -40,7 +40,7 @@ struct WideShape {
   static constexpr int kRows = kRows_;
   static constexpr bool kQueriesInRing = true;
   // What shared memory has room for beside the queries.
-  static constexpr int kRingTiles = kRows == 64 ? 3 : kRows >= 32 || kScaled ? 4 : 5;
+  static constexpr int kRingTiles = kRows == 64 || (kRows == 48 && kScaled) ? 3 : kRows >= 32 || kScaled ? 4 : 5;
 
   static constexpr int kConsumerThreads = kValueThreads + kGroupThreads;
   static constexpr int kThreads = kConsumerThreads + 32 * kLoadingWarps;
