@@ -107,6 +107,8 @@ SETS = {
     "racecheck xqa_decode rows": (XQA, "test_masks_by_page_size and 64 and heads4"),
     "memcheck xqa_decode rows24": (XQA, "test_24_rows"),
     "racecheck xqa_decode rows24": (XQA, "test_24_rows and (6-5- or 67-5-)"),
+    "racecheck xqa_decode fp8_pairs": (XQA_SHORT, "test_short_works_of_pairs_of_heads and options4 and heads0"),
+    "racecheck xqa_decode fp8_short": (XQA_SHORT, "test_rules_of_short_works and kv_dtype1 and options4"),
     "racecheck xqa_decode portable_fp8": (XQA, "test_every_kernel and 4-256 and kv_dtype1 and checked"),
     "memcheck xqa_decode short_works": (XQA_SHORT, "test_parts_of_many or test_rules_of_short"),
     "racecheck xqa_decode short_works": (XQA_SHORT, "test_parts_of_many and 5"),

@@ -20,9 +20,10 @@ BF16, FP16, FP32, ROW = torch.bfloat16, torch.float16, torch.float32, torch.uint
 LENGTHS = [130, 64, 5, 517, 66]
 MANY_ROWS = {"num_q_heads": 72, "num_kv_heads": 2}  # of a KV head: more than clusters take
 PAIRED_HEADS = {"num_q_heads": 30, "num_kv_heads": 30, "num_sm_parts": 60}  # more works than clusters take
-NINE_ROWS = {"num_q_heads": 252, "num_kv_heads": 28}  # the same
+TWELVE_ROWS = {"rows": 12, "num_kv_heads": 28}  # the same
 
-# Options of the problem, and: "checked", with a report; "odd", rows of K and V that start on no 16-byte boundary.
+# Options of the problem, and: "checked", with a report; "odd", rows of K and V that start on no 16-byte boundary;
+# "rows", those of a KV head, whatever the number of tokens.
 XQA_ROWS = {
     "sm90_cluster_wgmma_bf16_hd64": {},
     "sm90_cluster_gather_bf16_hd64": {"page_size": 5},
@@ -45,7 +46,7 @@ XQA_ROWS = {
     "sm90_cluster_wgmma_fp8_hd128": {"head_dim": 128, "kv_dtype": FP8},
     "sm90_cluster_gather_fp8_hd128": {"head_dim": 128, "kv_dtype": FP8, "page_size": 3},
     "sm90_fp8_hd128": {"head_dim": 96, "kv_dtype": FP8, **PAIRED_HEADS},
-    "sm90_gather_fp8_hd128": {"head_dim": 128, "kv_dtype": FP8, **NINE_ROWS, "page_size": 3},
+    "sm90_gather_fp8_hd128": {"head_dim": 128, "kv_dtype": FP8, **TWELVE_ROWS, "page_size": 3},
     "sm90_fp8_rows_hd128": {"head_dim": 128, "kv_dtype": FP8, **MANY_ROWS},
     "sm90_gather_fp8_rows_hd128": {"head_dim": 128, "kv_dtype": FP8, **MANY_ROWS, "page_size": 3},
     "sm90_bf16_hd128": {"head_dim": 128, **MANY_ROWS},
@@ -197,6 +198,8 @@ def reaches(op: str, row: str):
 def case_of(op: str, row: str, lengths=LENGTHS, seqlen_q: int = 1) -> Case:
     options = dict((XQA_ROWS if op == "xqa_decode" else MLA_ROWS)[row])
     odd = options.pop("odd", False)
+    if rows := options.pop("rows", 0):
+        options["num_q_heads"] = rows // seqlen_q * options["num_kv_heads"]
     names = ("checked", "fp8_products", "num_sm_parts", "ragged")
     call = {name: options.pop(name) for name in names if name in options}
     problem = (paged_problem if op == "xqa_decode" else mla_problem)(lengths, seqlen_q, **options)

@@ -132,22 +132,22 @@ inline std::string reject_ragged_gather(const Params& p) {
 // works, and takes long ones as fast, but for the calls below: docs/log/xqa_decode.md, "One warpgroup over FP8".
 inline constexpr int kFewFp8Rows = 8, kMostFp8Rows = 16;
 
-// Whether a CTA takes two neighbouring KV heads, whose parts walk the same tiles: where there are many works, or rows
-// of two heads are nearly whole lines of memory.
+// Whether a CTA takes two neighbouring KV heads, whose parts walk the same tiles: where there are several works a part,
+// but not so many that they are dealt out, or rows of two heads are nearly whole lines of memory.
 inline bool heads_pair_up(const Params& p) {
   if (p.seqlen_q * (p.num_q_heads / p.num_kv_heads) > kFewFp8Rows || p.num_kv_heads % 2 != 0) return false;
   if (!heads_side_by_side(p.num_sm_parts, p.num_kv_heads)) return false;
-  const bool many = int64_t{p.batch_size} * p.num_kv_heads > int64_t{2} * p.num_sm_parts;
-  return many || (p.head_dim <= 96 && p.k_stride_head < p.k_stride_token);
+  const int64_t works = int64_t{p.batch_size} * p.num_kv_heads, parts = p.num_sm_parts;
+  const bool several = works > 2 * parts && works <= 8 * parts;
+  return several || (p.head_dim <= 96 && p.k_stride_head < p.k_stride_token);
 }
 
 inline std::string reject_fp8(const Params& p) {
   const int rows = p.seqlen_q * (p.num_q_heads / p.num_kv_heads);
   if (rows > kMostFp8Rows) return "takes seqlen_q * group up to 16, got " + std::to_string(rows);
   if (p.fixed_split_tokens == 0 && !heads_pair_up(p)) {
-    return "takes pairs of KV heads side by side, of up to 8 rows and many works or head_dim up to 96, got "
-           "num_kv_heads " +
-           std::to_string(p.num_kv_heads) + " and a plan of " + std::to_string(p.num_sm_parts) + " parts";
+    return "takes pairs of KV heads of up to 8 rows, with several works a part or head_dim to 96, got " +
+           std::to_string(p.num_kv_heads) + " and " + std::to_string(p.num_sm_parts) + " parts";
   }
   return reject(p);
 }

@@ -44,17 +44,11 @@ template <class Tr>
 inline constexpr bool kHasShortWorks =
     !Tr::kFolds && !is_ragged<Tr>() && Tr::kHeads == 1 && (Tr::kRows == 8 || (Tr::kRows == 16 && Tr::kHeadDim <= 128));
 // Those of the usual kind by LoneWarp, and all others by the portable kernel's arithmetic, but for two row tiles over
-// e4m3 pages: registers are short. Where two warpgroups take a KV head one of them gives the other one its own; 8
-// gathered rows have such a kernel for batch-invariant plans alone.
+// e4m3 pages: registers are short. Two warpgroups for one KV head have none for LoneWarp; of those for two heads one
+// gives the other one its own.
 template <class Tr>
-inline constexpr bool kGivesRegisters = Tr::kFp8 && Tr::kRows <= 16 && Tr::kGroups > 1;
-template <class Tr>
-constexpr bool has_lone_warps() {
-  if constexpr (kGivesRegisters<Tr>) return Tr::kHeads > 1 || Tr::kRows == 16;
-  return kHasShortWorks<Tr> && Tr::kHeadDim <= 128;
-}
-template <class Tr>
-inline constexpr bool kHasLoneWarps = has_lone_warps<Tr>();
+inline constexpr bool kHasLoneWarps = Tr::kHeads > 1 ||
+                                      (kHasShortWorks<Tr> && Tr::kHeadDim <= 128 && !(Tr::kFp8 && Tr::kGroups > 1));
 template <class Tr>
 inline constexpr bool kHasAnyShortWorks = kHasShortWorks<Tr> && (Tr::kRows == 8 || !Tr::kFp8);
 
@@ -217,8 +211,8 @@ __device__ __forceinline__ bool take_short_works(const Params& p, const Shape& s
   if (!all_short<Tr>(p, shape, entry, lone, lane)) return false;
   if constexpr (kHasLoneWarps<Tr>) {
     if (lone) {
-      constexpr int kWarps = kGivesRegisters<Tr> ? Tr::kWarps : Tr::kAllThreads / 32;
-      if constexpr (kGivesRegisters<Tr>) {
+      constexpr int kWarps = Tr::kHeads > 1 ? Tr::kWarps : Tr::kAllThreads / 32;
+      if constexpr (Tr::kHeads > 1) {
         constexpr int kWarpsOfHead = Tr::kThreads / 32, kLeft = 24, kTaken = 160;
         if (warp >= Tr::kHeads * kWarpsOfHead) return true;
         if (warp % kWarpsOfHead >= kWarps) {
