@@ -13,7 +13,7 @@ FORMS = {
     "kOneTile": "one_tile_",
     "kWholeRows": "whole_rows_",
     "kPlain": "plain_",
-    "kCut": "cut_",
+    "kPlainGather": "plain_gather_",
     "kFp8Keys": "fp8_keys_",
     "kFp8KeysGather": "fp8_keys_gather_",
     "kShort": "short_",
@@ -28,13 +28,13 @@ def forms_of(text: str) -> set[str]:
     forms = {"kBoxes", "kGather"}
     if "__nv_fp8_e4m3" in text:
         return forms
-    forms |= {"kFp8Keys", "kFp8KeysGather"}
+    forms |= {"kFp8Keys", "kFp8KeysGather", "kPlainGather"}
     if ".warpgroups = 3" not in text:
         forms.add("kOneTile")
     if not re.search(r"head_dim_qk = (64|96),", text):
         forms.add("kWholeRows")
     if re.search(r"head_dim_qk = (64|96|128),", text):
-        forms |= {"kPlain", "kCut"} if ".warpgroups = 3" in text else {"kPlain"}
+        forms.add("kPlain")
     if ".ctas = 2" in text or ".lone = true" in text:
         forms |= {"kShort", "kShortGather", "kShortOneTile"}
     return forms

@@ -56,7 +56,10 @@ Schedule make_schedule(const Params& p) {
   }
   // Bits may depend on the batch where the plan may cut keys. Who takes all chunks of a request asks for its length.
   const bool windows = p.window_left >= 0 && p.tree_mask == nullptr && p.hidden_keys == nullptr;
-  if (windows && p.pieces != nullptr && s.turns == 1) s.window_step = p.paged ? s.box_keys : 1;
+  if (windows && p.pieces != nullptr && s.turns == 1) {
+    const bool any_key = !p.paged || (s.box_keys == 0 && Tr::kShape.plain);
+    s.window_step = any_key ? 1 : s.box_keys;
+  }
   s.cluster = !Tr::kFp8 && !Tr::kNarrow && s.box_keys > 0 && s.blocks_per_group % 2 == 0 ? 2 : 1;
   s.together = 1;
   return s;
@@ -141,7 +144,7 @@ bool suits_short(const Params& p) {
 template <class Tr>
 bool suits_one_tile(const Params& p) {
   if constexpr (Tr::kHasOneTile) {
-    return has_one_tile(p, Tr::kKeys, Tr::kHeadDimV) && schedule_of(p, Tr::kRows, 1).plain != 0;
+    return has_one_tile(p, Tr::kKeys, Tr::kHeadDimV) && is_plain(p);
   }
   return false;
 }
@@ -154,11 +157,6 @@ bool suits_whole_rows(const Params& p) {
   }
   return false;
 }
-
-// Whether calls in boxes have tiles of their own where keys may be cut. Other tiles give other bits: not where these
-// may not depend on the batch, nor on how keys are stored.
-template <class Tr>
-constexpr bool kHasCutTiles = Tr::kHasPlain && Tr::Boxes::kKeys != Tr::kKeys;
 
 // The choice among the kernels of an instantiation: of the shape `Tr`, and of `Short` for short calls, where it has
 // one.
@@ -173,15 +171,12 @@ Form form_of(const Params& p) {
   if constexpr (!Tr::kFp8) {
     if (p.kv_dtype != p.dtype) return box_keys_of<typename Tr::Narrow>(p) == 0 ? Form::kFp8KeysGather : Form::kFp8Keys;
   }
-  if (box_keys_of<Tr>(p) == 0) return Form::kGather;
+  if (box_keys_of<Tr>(p) == 0) {
+    return Tr::kHasPlainRows && is_plain(p) ? Form::kPlainGather : Form::kGather;
+  }
   if (suits_one_tile<Tr>(p)) return Form::kOneTile;
   if (suits_whole_rows<Tr>(p)) return Form::kWholeRows;
-  if constexpr (Tr::kHasPlain) {
-    if (kHasCutTiles<Tr> && p.pieces == nullptr) return Form::kBoxes;
-    if (schedule_of(p, Tr::kRows, 1).plain != 0) return Form::kPlain;
-    if (kHasCutTiles<Tr>) return Form::kCut;
-  }
-  return Form::kBoxes;
+  return Tr::kHasPlain && is_plain(p) ? Form::kPlain : Form::kBoxes;
 }
 
 template <class Tr>
@@ -219,12 +214,10 @@ void launch_form(Form form, const Params& p, cudaStream_t stream) {
     if (form == Form::kOneTile) return launch_one_tile<Tr>(p, stream);
   }
   if constexpr (Tr::kHasPlain) {
-    if (form == Form::kPlain) {
-      return launch_kernel<typename Tr::Boxes::Plain, false>(p, make_schedule<typename Tr::Boxes>(p), stream);
-    }
-    if constexpr (kHasCutTiles<Tr>) {
-      if (form == Form::kCut) return launch_boxes<typename Tr::Boxes>(p, stream);
-    }
+    if (form == Form::kPlain) return launch_boxes<typename Tr::Plain>(p, stream);
+  }
+  if constexpr (Tr::kHasPlainRows) {
+    if (form == Form::kPlainGather) return launch_gather<typename Tr::Plain>(p, stream);
   }
   if constexpr (Tr::kHasWholeRows) {
     if (form == Form::kWholeRows) return launch_whole_rows<Tr>(p, stream);

@@ -7,16 +7,15 @@ namespace attnops::fmha::sm90 {
 
 // The kernels of an instantiation: all of its head dims and of its type of queries. Each is a row of impls.cpp.
 // Gather: keys come row by row, else in boxes. One tile: works have one tile of keys as a rule. Whole rows: a box has
-// all columns of eight keys. Plain: calls that are Schedule::plain, and may be cut where there is kCut. Cut: others
-// that may be, in smaller tiles. FP8 keys: e4m3 under 16-bit queries. Short: calls of few products, whose gathered keys
-// may be e4m3, too.
+// all columns of eight keys. Plain: calls that are Schedule::plain. FP8 keys: e4m3 under 16-bit queries. Short: calls
+// of few products, whose gathered keys may be e4m3, too.
 enum class Form {
   kBoxes,
   kGather,
   kOneTile,
   kWholeRows,
   kPlain,
-  kCut,
+  kPlainGather,
   kFp8Keys,
   kFp8KeysGather,
   kShort,

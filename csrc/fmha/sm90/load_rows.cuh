@@ -34,6 +34,14 @@ class RowLookups : protected ProducerBase<Tr> {
   }
 
   __device__ __forceinline__ Cell cell_of(const View& v, int tile, int row) const {
+    if constexpr (Tr::kShape.plain) {  // keys behind the tiles are not asked for
+      const int key = tile * Tr::kKeys + row;
+      if (static_cast<unsigned>(key - v.key_begin) >= static_cast<unsigned>(v.key_end - v.key_begin)) return {0, -1};
+      const int at = v.work.first_k_token + key;
+      if (!p_.paged) return {0, at};
+      const int cell = s_.page_size.divide(at);
+      return {v.cells[cell], at - cell * p_.page_table.page_size};
+    }
     const int key = v.work.place_of(tile) * Tr::kKeys + row;
     if (tile >= v.tile_end || row >= Tr::kKeys || key < v.key_begin || key >= v.key_end ||
         (p_.tree_mask != nullptr && !Base::is_seen(v.work, key))) {
@@ -48,7 +56,8 @@ class RowLookups : protected ProducerBase<Tr> {
     if (at.token < 0) return {kNobody, kNobody};
     if (p_.paged) {
       if (p_.report != nullptr) {
-        Base::check_page(v.work, s_.page_size.divide(v.work.place_of(tile) * Tr::kKeys + row), at.page);
+        const int key = v.work.first_k_token + v.work.place_of(tile) * Tr::kKeys + row;
+        Base::check_page(v.work, s_.page_size.divide(key), at.page);
       }
       if (at.page < 0 || at.page >= p_.page_table.num_pages) return {kNobody, kNobody};
     }
@@ -166,15 +175,17 @@ class RowProducer : RowLookups<Tr> {
   // Makes wide values of the tile whose copies began before, and tells of it.
   template <int kNewer>
   __device__ __forceinline__ void finish_pending() {
-    if (pending_.full == 0) return;
-    cp_async_wait<kNewer>();
-    if (Tr::kQkChunks == Tr::kVChunks || pending_.keys) {
-      widen_pieces<Tr, Tr::kQkChunks>(pending_.tile, piece_);
-    } else {
-      widen_pieces<Tr, Tr::kVChunks>(pending_.tile, piece_);
+    if constexpr (Tr::kWidensRows) {
+      if (pending_.full == 0) return;
+      cp_async_wait<kNewer>();
+      if (Tr::kQkChunks == Tr::kVChunks || pending_.keys) {
+        widen_pieces<Tr, Tr::kQkChunks>(pending_.tile, piece_);
+      } else {
+        widen_pieces<Tr, Tr::kVChunks>(pending_.tile, piece_);
+      }
+      arrive(pending_.full);
+      pending_.full = 0;
     }
-    arrive(pending_.full);
-    pending_.full = 0;
   }
 
   struct Pending {

@@ -50,18 +50,30 @@ constexpr Shape with_registers_for_bringing(Shape s) {
 
 // For e4m3 keys: as many of them as leave room for two tiles as they come. Who brings them needs some 70 registers.
 constexpr Shape of_narrow(Shape s) {
+  if (s.warpgroups == 3) {  // by measurement
+    s.keys = 128;
+    s.stages = 2;
+    s.overlap = false;
+    s.largest_first = true;
+  }
   s.registers = min_of(s.registers, 216);
   while (s.keys > 16 && wide_tile_bytes(s) + 2 * narrow_tile_bytes(s) > most_tile_bytes(s.ctas)) s.keys -= 16;
   return s;
 }
 
 // For keys and values that come row by row: a third stage of each, where it fits. Copies of rows take longer than
-// boxes, so those of a tile must begin earlier. Queries then have one place. e4m3 rows that become wide have a place of
-// their own beside them: 32 of a tile have a part for each warp.
+// boxes, so those of a tile must begin earlier. Queries then have one place. Plain kernels need fewer registers, so who
+// copies has those that it needs. e4m3 rows that become wide have a place of their own beside them: 32 of a tile have a
+// part for each warp.
 constexpr Shape of_rows(Shape s, bool narrow) {
   s = with_registers_for_bringing(s);
   if (narrow) s.keys -= s.keys % 32;
   if (narrow || s.ctas > 1 || s.lone) return s;
+  if (s.plain) s.registers -= 8;
+  if (s.warpgroups == 3) {
+    s.stages = 6;
+    return s;
+  }
   Shape more = s;
   more.stages = 3;
   if (wide_tile_bytes(more) > most_tile_bytes(s.ctas)) more.q_stages = 1;
@@ -77,17 +89,6 @@ constexpr Shape of_one_tile(Shape s) {
 // For boxes of eight keys over small pages: one box in place of one for each chunk.
 constexpr Shape of_whole_rows(Shape s) {
   s.whole_rows = true;
-  return s;
-}
-
-// For long calls whose keys come in boxes and may be cut. Beside fewer scores, three warpgroups have registers for
-// probabilities whose values are multiplied.
-constexpr Shape of_boxes(Shape s) {
-  if (s.warpgroups < 3) return s;
-  s.keys = 96;
-  s.stages = 3;
-  s.overlap = true;
-  s.largest_first = false;
   return s;
 }
 
@@ -116,7 +117,6 @@ struct Traits {
   using Rows = Traits<T, kFp8 ? kShape_ : of_rows(kShape_, kNarrow_), Caller, kNarrow_>;
   using OneTile = Traits<T, of_one_tile(kShape_), Caller>;
   using WholeRows = Traits<T, of_whole_rows(kShape_), Caller>;
-  using Boxes = Traits<T, of_boxes(kShape_), Caller>;
   using Plain = Traits<T, of_plain(kShape_), Caller>;
   static constexpr Shape kShape = kShape_;
   static constexpr int kHeadDimQk = kShape.head_dim_qk, kHeadDimV = kShape.head_dim_v;
@@ -146,6 +146,8 @@ struct Traits {
   // Plain calls in boxes have a kernel of their own, so the other one may have code that they do not run.
   static constexpr bool kHasPlain =
       !kFp8 && !kNarrow && !kShort && !kWholeRows && kHeadDimV <= 128 && kHeadDimQk <= 128 && !kShape.one_tile;
+  // And plain calls whose rows are gathered.
+  static constexpr bool kHasPlainRows = !kFp8 && !kNarrow && !kShort;
   static constexpr int kConsumerRegisters = kShape.registers;
   // Warpgroups start with equal shares and may trade what they were given together.
   static constexpr int kProducerRegisters =
