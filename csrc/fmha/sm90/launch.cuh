@@ -168,6 +168,14 @@ bool suits_whole_rows(const Params& p) {
 template <class Tr>
 constexpr bool kHasCutTiles = Tr::kHasPlain && Tr::Boxes::kKeys != Tr::kKeys;
 
+// Whether requests have few keys by what the host knows. Of e4m3 queries, calls of more are slower without the code
+// that they do not run: docs/log/fmha_sm90.md.
+inline bool has_few_keys(const Params& p) {
+  constexpr int64_t kMost = 2048;
+  if (!p.paged) return p.num_k_tokens <= kMost * p.batch_size;
+  return p.page_table.kv_indptr == nullptr && p.page_table.max_pages * int64_t{p.page_table.page_size} <= kMost;
+}
+
 // The choice among the kernels of an instantiation: of the shape `Tr`, and of `Short` for short calls, where it has
 // one.
 template <class Tr, class Short = void>
@@ -179,14 +187,17 @@ Form form_of(const Params& p) {
     }
   }
   if constexpr (!Tr::kFp8) {
-    if (p.kv_dtype != p.dtype) return box_keys_of<typename Tr::Narrow>(p) == 0 ? Form::kFp8KeysGather : Form::kFp8Keys;
+    if (p.kv_dtype != p.dtype) {
+      if (box_keys_of<typename Tr::Narrow>(p) == 0) return Form::kFp8KeysGather;
+      return Tr::kHasPlainNarrow && has_ranges(p) ? Form::kPlainFp8Keys : Form::kFp8Keys;
+    }
   }
   if (box_keys_of<Tr>(p) == 0) return Form::kGather;
   if (suits_one_tile<Tr>(p)) return Form::kOneTile;
   if (suits_whole_rows<Tr>(p)) return Form::kWholeRows;
   if constexpr (Tr::kHasPlain) {
     if (kHasCutTiles<Tr> && p.pieces == nullptr) return Form::kBoxes;
-    if (schedule_of(p, Tr::kRows, 1).plain != 0) return Form::kPlain;
+    if (Tr::kFp8 ? has_ranges(p) && has_few_keys(p) : schedule_of(p, Tr::kRows, 1).plain != 0) return Form::kPlain;
     if (kHasCutTiles<Tr>) return Form::kCut;
   }
   return Form::kBoxes;
@@ -239,6 +250,9 @@ void launch_form(Form form, const Params& p, cudaStream_t stream) {
   }
   if constexpr (!Tr::kFp8) {
     if (form == Form::kFp8Keys) return launch_boxes<typename Tr::Narrow>(p, stream);
+    if constexpr (Tr::kHasPlainNarrow) {
+      if (form == Form::kPlainFp8Keys) return launch_boxes<typename Tr::Narrow::Plain>(p, stream);
+    }
     if (form == Form::kFp8KeysGather) return launch_gather<typename Tr::Narrow>(p, stream);
   }
   if constexpr (!std::is_void_v<Short>) {

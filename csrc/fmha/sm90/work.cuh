@@ -45,6 +45,11 @@ inline int heads_per_tile(int group, int tile_q, int rows) {
   return ceil_div(group, ceil_div(group, most));
 }
 
+// Whether rows see ranges of keys, and scores have no cap.
+inline bool has_ranges(const Params& p) {
+  return p.tree_mask == nullptr && p.hidden_keys == nullptr && p.logit_cap == 0.f;
+}
+
 // Of tiles of `rows` rows, without pieces.
 inline Schedule schedule_of(const Params& p, int rows, int pack) {
   Schedule s{};
@@ -59,8 +64,7 @@ inline Schedule schedule_of(const Params& p, int rows, int pack) {
   s.turns = 1;
   s.takes = s.num_works;
   s.cluster = 1;
-  s.plain = p.tree_mask == nullptr && p.hidden_keys == nullptr && p.logit_cap == 0.f && p.k_scale == nullptr &&
-            p.softmax_scale > 0.f;
+  s.plain = has_ranges(p) && p.k_scale == nullptr && p.softmax_scale > 0.f;
   s.together = 1;
   s.pack_inverse = ceil_div(1 << 16, pack);
   constexpr int64_t kMost = INT32_MAX;
