@@ -91,6 +91,7 @@ std::string text_of(Form form) {
     case Form::kPlain: return "plain calls whose keys come in boxes";
     case Form::kPlainGather: return "plain calls whose keys are gathered row by row";
     case Form::kFp8Keys: return "FP8 keys that come in boxes";
+    case Form::kPlainFp8Keys: return "plain calls whose FP8 keys come in boxes";
     case Form::kFp8KeysGather: return "FP8 keys that come row by row";
     case Form::kShort: return "short calls whose keys come in boxes";
     case Form::kShortGather: return "short calls whose keys come row by row";
@@ -188,6 +189,7 @@ constexpr Impl kImpls[] = {
     {"sm90_plain_bf16_hd128", DType::kBFloat16, 128, 128, sm90::kBf16Hd128, Form::kPlain},
     {"sm90_plain_gather_bf16_hd128", DType::kBFloat16, 128, 128, sm90::kBf16Hd128, Form::kPlainGather},
     {"sm90_fp8_keys_bf16_hd128", DType::kBFloat16, 128, 128, sm90::kBf16Hd128, Form::kFp8Keys},
+    {"sm90_plain_fp8_keys_bf16_hd128", DType::kBFloat16, 128, 128, sm90::kBf16Hd128, Form::kPlainFp8Keys},
     {"sm90_fp8_keys_gather_bf16_hd128", DType::kBFloat16, 128, 128, sm90::kBf16Hd128, Form::kFp8KeysGather},
     {"sm90_short_bf16_hd128", DType::kBFloat16, 128, 128, sm90::kBf16Hd128, Form::kShort},
     {"sm90_short_gather_bf16_hd128", DType::kBFloat16, 128, 128, sm90::kBf16Hd128, Form::kShortGather},
@@ -245,6 +247,7 @@ constexpr Impl kImpls[] = {
     {"sm90_plain_fp16_hd128", DType::kFloat16, 128, 128, sm90::kFp16Hd128, Form::kPlain},
     {"sm90_plain_gather_fp16_hd128", DType::kFloat16, 128, 128, sm90::kFp16Hd128, Form::kPlainGather},
     {"sm90_fp8_keys_fp16_hd128", DType::kFloat16, 128, 128, sm90::kFp16Hd128, Form::kFp8Keys},
+    {"sm90_plain_fp8_keys_fp16_hd128", DType::kFloat16, 128, 128, sm90::kFp16Hd128, Form::kPlainFp8Keys},
     {"sm90_fp8_keys_gather_fp16_hd128", DType::kFloat16, 128, 128, sm90::kFp16Hd128, Form::kFp8KeysGather},
     {"sm90_short_fp16_hd128", DType::kFloat16, 128, 128, sm90::kFp16Hd128, Form::kShort},
     {"sm90_short_gather_fp16_hd128", DType::kFloat16, 128, 128, sm90::kFp16Hd128, Form::kShortGather},
@@ -278,6 +281,7 @@ constexpr Impl kImpls[] = {
     {"sm90_short_one_tile_fp16_hd256", DType::kFloat16, 256, 256, sm90::kFp16Hd256, Form::kShortOneTile},
     {"sm90_e4m3_hd128", DType::kFloat8E4M3, 128, 128, sm90::kE4m3Hd128, Form::kBoxes, &reject_e4m3},
     {"sm90_gather_e4m3_hd128", DType::kFloat8E4M3, 128, 128, sm90::kE4m3Hd128, Form::kGather, &reject_e4m3},
+    {"sm90_plain_e4m3_hd128", DType::kFloat8E4M3, 128, 128, sm90::kE4m3Hd128, Form::kPlain, &reject_e4m3},
     {"sm90_e4m3_hd192", DType::kFloat8E4M3, 192, 192, sm90::kE4m3Hd192, Form::kBoxes, &reject_e4m3},
     {"sm90_gather_e4m3_hd192", DType::kFloat8E4M3, 192, 192, sm90::kE4m3Hd192, Form::kGather, &reject_e4m3},
     {"sm90_e4m3_hd256", DType::kFloat8E4M3, 256, 256, sm90::kE4m3Hd256, Form::kBoxes, &reject_e4m3},

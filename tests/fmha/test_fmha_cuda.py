@@ -56,7 +56,7 @@ def test_dims_reach_every_row(kernels):
     if hopper:
         for head_dim in (128, 192, 256):
             problem = ragged_problem([70, 3], head_dim=head_dim, dtype=FP8).to("cuda")
-            assert_right(problem, bound=MAX_RELATIVE_ERROR_FP8, lse_atol=1e-2)
+            assert_right(problem, bound=MAX_RELATIVE_ERROR_FP8, lse_atol=1e-2, logit_cap=30.0)
     mine = r"sm90_[^_]+_hd|fp32|any" if hopper else "(?!sm90)"  # of Hopper's kernels those of other forms: below
     assert rows_asked_since(before) == {row for row in ROWS if re.match(mine, row)}
 
@@ -81,7 +81,7 @@ def problem_of(form: str, dtype: torch.dtype, head_dim: int, head_dim_v: int):
         problem = dataclasses.replace(problem, **values)
     problem = problem.to("cuda")
     may_cut = form.startswith(("short", "one_tile", "plain", "cut"))
-    plain = dtype == FP8 or form not in ("", "cut")
+    plain = form not in ("", "cut", "fp8_keys")
     return problem, filled(split_plan(problem), problem) if may_cut else None, {} if plain else {"logit_cap": 30.0}
 
 

@@ -15,6 +15,7 @@ FORMS = {
     "kPlain": "plain_",
     "kPlainGather": "plain_gather_",
     "kFp8Keys": "fp8_keys_",
+    "kPlainFp8Keys": "plain_fp8_keys_",
     "kFp8KeysGather": "fp8_keys_gather_",
     "kShort": "short_",
     "kShortGather": "short_gather_",
@@ -27,7 +28,7 @@ def forms_of(text: str) -> set[str]:
     """What `kernels_of` in launch.cuh makes of an instantiation's shapes."""
     forms = {"kBoxes", "kGather"}
     if "__nv_fp8_e4m3" in text:
-        return forms
+        return forms | ({"kPlain"} if "head_dim_qk = 128," in text else set())
     forms |= {"kFp8Keys", "kFp8KeysGather", "kPlainGather"}
     if ".warpgroups = 3" not in text:
         forms.add("kOneTile")
@@ -35,6 +36,8 @@ def forms_of(text: str) -> set[str]:
         forms.add("kWholeRows")
     if re.search(r"head_dim_qk = (64|96|128),", text):
         forms.add("kPlain")
+    if "head_dim_qk = 128," in text:
+        forms.add("kPlainFp8Keys")
     if ".ctas = 2" in text or ".lone = true" in text:
         forms |= {"kShort", "kShortGather", "kShortOneTile"}
     return forms

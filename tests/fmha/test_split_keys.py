@@ -185,6 +185,20 @@ def test_plain_calls_have_the_bits_of_others(head_dim, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("scales", [(1.0, 0.7), (-0.5, 0.0)])
+@pytest.mark.parametrize("dtype, kv_dtype", [(FP8, None), (torch.bfloat16, FP8), (torch.float16, FP8)])
+@pytest.mark.parametrize("options", [{}, {"window_left": 200}, {"causal": False}])
+def test_plain_calls_of_fp8_keys_take_any_scale(scales, dtype, kv_dtype, options):
+    """Intervals that hide no key take the kernel that has every option."""
+    heads = {"num_q_heads": 8, "num_kv_heads": 2}
+    problem = ragged_problem([300, 130, 70], [1300, 2100, 70], head_dim=128, dtype=dtype, kv_dtype=kv_dtype, **heads)
+    problem = problem.to("cuda")
+    given = {"plan": filled(split_plan(problem, **options), problem), "k_scale": torch.tensor(scales, device="cuda")}
+    none = torch.zeros(problem.q.shape[0], 2, dtype=torch.int32, device="cuda")
+    assert_same_bits(run(problem, **given, **options), run(problem, **given, **options, hidden_keys=none))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(40))
 def test_tiles_before_full_turns_are_cut_alone(seed):
     """With an SM less than works, the works of one tile are cut. Kernels run a plan for any number of SMs."""

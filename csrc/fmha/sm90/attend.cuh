@@ -37,6 +37,8 @@ class Consumer {
   // Exponents of capped scores, where plain calls have another kernel.
   static constexpr bool kMayBound =
       Tr::kHasPlain && !kFence && kShape.overlap && !kShape.plain && std::is_same_v<T, __nv_bfloat16>;
+  // e4m3 keys have a scale as a rule, which only the device knows.
+  static constexpr bool kMayTransform = !kShape.plain || Tr::kFp8 || Tr::kNarrow;
   static constexpr int kVRows = Tr::kFp8 ? Tr::kHeadDimV : Tr::kChunkRows;  // of a chunk of values in shared memory
   static constexpr int kVStep = 2 * Tr::kVGroupBytes >> 4;                  // sixteen keys
   static constexpr int kProbabilities = Tr::kKeys * int{sizeof(T)} / 8;     // registers
@@ -143,12 +145,12 @@ class Consumer {
     column_ = lane_ % 4 * 2;
     const float k_scale = p_.k_scale != nullptr ? p_.k_scale[w.kv_head * p_.k_scale_stride] : 1.f;
     scale_ = p_.softmax_scale * k_scale * kLog2E;
-    transformed_ = !kShape.plain && (p_.logit_cap > 0.f || !(scale_ > 0.f));
+    transformed_ = kMayTransform && ((!kShape.plain && p_.logit_cap > 0.f) || !(scale_ > 0.f));
     bounded_ = false;
     if (transformed_) {
       inner_scale_ = scale_ / kLog2E;
       scale_ = kLog2E;
-      if (p_.logit_cap > 0.f) {
+      if (!kShape.plain && p_.logit_cap > 0.f) {
         inner_scale_ /= p_.logit_cap;
         scale_ *= p_.logit_cap;
         if constexpr (kMayBound) {  // other bits than those of gathered rows
@@ -182,7 +184,7 @@ class Consumer {
         for (; tile < tile_end; ++tile) {
           step<Tile::kCapped>(w, tile, tile_end, tile < full_begin || tile >= full_end, started);
         }
-      } else if (!kShape.plain && transformed_) {
+      } else if (kMayTransform && transformed_) {
         for (; tile < tile_end; ++tile) {
           step<Tile::kTransformed>(w, tile, tile_end, tile < full_begin || tile >= full_end, started);
         }
@@ -323,7 +325,7 @@ class Consumer {
 #pragma unroll
         for (int i = 0; i < Tr::kKeys / 2; ++i) scores_[i] *= row_factor_[i / 2 % 2];
       }
-      if (p_.logit_cap > 0.f) {
+      if (!kShape.plain && p_.logit_cap > 0.f) {
         cap_scores(scores_, inner_scale_);
       } else {
 #pragma unroll
@@ -394,7 +396,7 @@ class Consumer {
     if (kMayBound && bounded_) {
       treat_to_exponents<Tile::kCapped>(w, tile, true, shrink);
     } else {
-      if (!kShape.plain && transformed_) {
+      if (kMayTransform && transformed_) {
         treat<Tile::kTransformed>(w, tile, true);
       } else {
         treat<Tile::kMasked>(w, tile, true);

@@ -158,6 +158,14 @@ bool suits_whole_rows(const Params& p) {
   return false;
 }
 
+// Whether requests have few keys by what the host knows. Of e4m3 queries, calls of more are slower without the code
+// that they do not run: docs/log/fmha_sm90.md.
+inline bool has_few_keys(const Params& p) {
+  constexpr int64_t kMost = 2048;
+  if (!p.paged) return p.num_k_tokens <= kMost * p.batch_size;
+  return p.page_table.kv_indptr == nullptr && p.page_table.max_pages * int64_t{p.page_table.page_size} <= kMost;
+}
+
 // The choice among the kernels of an instantiation: of the shape `Tr`, and of `Short` for short calls, where it has
 // one.
 template <class Tr, class Short = void>
@@ -169,14 +177,20 @@ Form form_of(const Params& p) {
     }
   }
   if constexpr (!Tr::kFp8) {
-    if (p.kv_dtype != p.dtype) return box_keys_of<typename Tr::Narrow>(p) == 0 ? Form::kFp8KeysGather : Form::kFp8Keys;
+    if (p.kv_dtype != p.dtype) {
+      if (box_keys_of<typename Tr::Narrow>(p) == 0) return Form::kFp8KeysGather;
+      return Tr::kHasPlainNarrow && has_ranges(p) ? Form::kPlainFp8Keys : Form::kFp8Keys;
+    }
   }
   if (box_keys_of<Tr>(p) == 0) {
     return Tr::kHasPlainRows && is_plain(p) ? Form::kPlainGather : Form::kGather;
   }
   if (suits_one_tile<Tr>(p)) return Form::kOneTile;
   if (suits_whole_rows<Tr>(p)) return Form::kWholeRows;
-  return Tr::kHasPlain && is_plain(p) ? Form::kPlain : Form::kBoxes;
+  if constexpr (Tr::kHasPlain) {
+    if (Tr::kFp8 ? has_ranges(p) && has_few_keys(p) : is_plain(p)) return Form::kPlain;
+  }
+  return Form::kBoxes;
 }
 
 template <class Tr>
@@ -224,6 +238,9 @@ void launch_form(Form form, const Params& p, cudaStream_t stream) {
   }
   if constexpr (!Tr::kFp8) {
     if (form == Form::kFp8Keys) return launch_boxes<typename Tr::Narrow>(p, stream);
+    if constexpr (Tr::kHasPlainNarrow) {
+      if (form == Form::kPlainFp8Keys) return launch_boxes<typename Tr::Narrow::Plain>(p, stream);
+    }
     if (form == Form::kFp8KeysGather) return launch_gather<typename Tr::Narrow>(p, stream);
   }
   if constexpr (!std::is_void_v<Short>) {

@@ -7,8 +7,8 @@ namespace attnops::fmha::sm90 {
 
 // The kernels of an instantiation: all of its head dims and of its type of queries. Each is a row of impls.cpp.
 // Gather: keys come row by row, else in boxes. One tile: works have one tile of keys as a rule. Whole rows: a box has
-// all columns of eight keys. Plain: calls that are Schedule::plain. FP8 keys: e4m3 under 16-bit queries. Short: calls
-// of few products, whose gathered keys may be e4m3, too.
+// all columns of eight keys. Plain: calls that are Schedule::plain. FP8 keys: e4m3 under 16-bit queries, of which plain
+// calls may have a scale. Short: calls of few products, whose gathered keys may be e4m3, too.
 enum class Form {
   kBoxes,
   kGather,
@@ -17,6 +17,7 @@ enum class Form {
   kPlain,
   kPlainGather,
   kFp8Keys,
+  kPlainFp8Keys,
   kFp8KeysGather,
   kShort,
   kShortGather,

@@ -22,7 +22,7 @@ struct Shape {
   bool one_tile = false;       // works of one tile have a path of their own, and are told of several at once
   bool whole_rows = false;     // boxes have eight keys, with all of their columns
   bool lone = false;           // for short calls, one CTA an SM: threads have all registers that there may be
-  bool plain = false;          // for calls that are Schedule::plain: less machine code
+  bool plain = false;          // for calls without cap, tree mask and hidden keys: less machine code
 };
 
 // What tiles may take of an SM's shared memory, divided among its CTAs: it keeps 1 KiB for each, the base is rounded up
@@ -117,7 +117,7 @@ struct Traits {
   using Rows = Traits<T, kFp8 ? kShape_ : of_rows(kShape_, kNarrow_), Caller, kNarrow_>;
   using OneTile = Traits<T, of_one_tile(kShape_), Caller>;
   using WholeRows = Traits<T, of_whole_rows(kShape_), Caller>;
-  using Plain = Traits<T, of_plain(kShape_), Caller>;
+  using Plain = Traits<T, of_plain(kShape_), Caller, kNarrow_>;
   static constexpr Shape kShape = kShape_;
   static constexpr int kHeadDimQk = kShape.head_dim_qk, kHeadDimV = kShape.head_dim_v;
   static constexpr int kKeys = kShape.keys;
@@ -145,7 +145,8 @@ struct Traits {
                                         (kHeadDimQk | kHeadDimV) % 64 == 0 && kHeadDimV > 64;
   // Plain calls in boxes have a kernel of their own, so the other one may have code that they do not run.
   static constexpr bool kHasPlain =
-      !kFp8 && !kNarrow && !kShort && !kWholeRows && kHeadDimV <= 128 && kHeadDimQk <= 128 && !kShape.one_tile;
+      !kNarrow && !kShort && !kWholeRows && kHeadDimV <= 128 && kHeadDimQk <= 128 && !kShape.one_tile;
+  static constexpr bool kHasPlainNarrow = kHasPlain && !kFp8 && kHeadDimQk == 128 && kHeadDimV == 128;
   // And plain calls whose rows are gathered.
   static constexpr bool kHasPlainRows = !kFp8 && !kNarrow && !kShort;
   static constexpr int kConsumerRegisters = kShape.registers;

@@ -45,11 +45,13 @@ inline int heads_per_tile(int group, int tile_q, int rows) {
   return ceil_div(group, ceil_div(group, most));
 }
 
-// Whether rows see ranges of keys, and scores have one positive scale that the host knows.
-inline bool is_plain(const Params& p) {
-  return p.tree_mask == nullptr && p.hidden_keys == nullptr && p.logit_cap == 0.f && p.k_scale == nullptr &&
-         p.softmax_scale > 0.f;
+// Whether rows see ranges of keys, and scores have no cap.
+inline bool has_ranges(const Params& p) {
+  return p.tree_mask == nullptr && p.hidden_keys == nullptr && p.logit_cap == 0.f;
 }
+
+// The same, and scores have one positive scale that the host knows.
+inline bool is_plain(const Params& p) { return has_ranges(p) && p.k_scale == nullptr && p.softmax_scale > 0.f; }
 
 // Of tiles of `rows` rows, without pieces.
 inline Schedule schedule_of(const Params& p, int rows, int pack) {
