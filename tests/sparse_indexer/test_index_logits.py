@@ -167,6 +167,29 @@ def test_the_same_bits_alone_and_in_a_batch(device):
         assert torch.equal(alone[0, :length], together[i, :length])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "seqlen_q", "batch"), [(64, 1, 520), (33, 1, 520), (64, 3, 180), (16, 2, 270)])
+@pytest.mark.parametrize("page_size", [64, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_more_rows_than_the_kernel_of_few_tokens_takes(dtype, page_size, heads, seqlen_q, batch):
+    """Another kernel has them, with the same bits."""
+    lengths = [[max(0, n + i) for i in range(seqlen_q)] for n in torch.randint(-9, 400, (batch,)).tolist()]
+    paged = Paged(lengths, page_size, 128, "cuda")
+    q, weights = (t.to("cuda") for t in queries(batch * seqlen_q, heads, 128))
+    q, ends = q.view(batch, seqlen_q, heads, 128), ints(lengths, "cuda")
+    columns = 400 + seqlen_q
+
+    def logits(requests: slice):
+        rows = slice(requests.start * seqlen_q, requests.stop * seqlen_q)
+        out = torch.full((rows.stop - rows.start, columns), math.nan, dtype=dtype, device="cuda")
+        given = (q[requests], paged.pages, paged.table[requests], weights[rows], ends[requests])
+        return ops.index_logits_paged(*given, logits=out).float().nan_to_num(-7e9)
+
+    together = logits(slice(0, batch))
+    for first, last in ((0, 1), (3, 140), (batch - 7, batch)):
+        assert torch.equal(logits(slice(first, last)), together[first * seqlen_q : last * seqlen_q])
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("batch", "seqlen_q", "heads", "pages"), [(0, 1, 8, 3), (2, 0, 8, 3), (2, 1, 0, 3), (2, 1, 8, 0)]

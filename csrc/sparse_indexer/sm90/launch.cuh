@@ -5,6 +5,7 @@
 #include "device/sm90/tensor_map.h"
 #include "sparse_indexer/sm90/logits.cuh"
 #include "sparse_indexer/sm90/prompt_logits.cuh"
+#include "sparse_indexer/sm90/token_logits.cuh"
 
 namespace attnops::sparse_indexer::sm90 {
 
@@ -78,6 +79,32 @@ void launch_prompt(const LogitsParams& p, Memory memory, cudaStream_t stream) {
   p.bf16 ? launch(__nv_bfloat16{}) : launch(float{});
 }
 
+// Whether the tokens of each request are one block, and tiles boxes.
+inline bool is_few(const LogitsParams& p, const Memory& memory) {
+  const int64_t most_keys = p.max_pages * p.pages.page_size;
+  return !p.ragged && memory.blocks == 1 && memory.box_rows >= kStepKeys && p.num_rows <= kTokenRows &&
+         most_keys * memory.groups < INT32_MAX;
+}
+
+template <int kHeads>
+void launch_tokens(const LogitsParams& p, Memory memory, cudaStream_t stream) {
+  memory.box_rows = kStepKeys;
+  Maps maps = make_maps<kHeads>(p, memory);
+  memory.wide = p.pages.page_size == kStepKeys && p.dim == 128;  // a page is one box, scales too
+  if (memory.wide) {
+    constexpr uint32_t kRows = kStepKeys + kStepKeys * 4 / 128;
+    const auto pages = static_cast<uint64_t>(p.pages.num_pages);
+    const auto stride_page = static_cast<uint64_t>(map_stride(p.pages.num_pages, p.pages.stride_page));
+    maps.keys = make_tensor_map({DType::kFloat8E4M3, p.pages.data, {128, kRows, pages}, {128, stride_page}, kRows});
+  }
+  const auto launch = [&]<typename Out>(Out) {
+    launch_dependent<&token_logits_kernel<kHeads, Out>>(
+        "index_logits", {kTokenCtas * device_sms("index_logits"), kTokenThreads, kTokenBytes, kTokenBytes}, stream, p,
+        memory, maps);
+  };
+  p.bf16 ? launch(__nv_bfloat16{}) : launch(float{});
+}
+
 // Of a group: as many as there is room for, but prompts of few rows and keys leave no multiprocessor idle for it.
 template <int kTokens>
 int blocks_of(const LogitsParams& p, int64_t together) {
@@ -106,6 +133,7 @@ void launch_heads(const LogitsParams& p, cudaStream_t stream) {
     if constexpr (kHeads >= 32) {
       if (is_prompt(p, memory)) return launch_prompt<kHeads>(p, memory, stream);
     }
+    if (is_few(p, memory)) return launch_tokens<kHeads>(p, memory, stream);
     const Maps maps = make_maps<kHeads>(p, memory);
     memory.blocks > 1 ? launch_kernel<kHeads, true, BoxCopier>(p, memory, maps, stream)
                       : launch_kernel<kHeads, false, BoxCopier>(p, memory, maps, stream);

@@ -102,7 +102,7 @@ for name in ("topk_select", "stream"):
             "uint8_t* memory = (uint8_t*)Cluster::aligned_of_(cta_());",
         ),
     )
-for name in ("logits", "prompt_logits"):
+for name in ("logits", "prompt_logits", "token_logits"):
     change(
         f"sparse_indexer/sm90/{name}.cuh",
         (r"extern __shared__ __align__\(1024\) uint8_t dynamic\[\];", "uint8_t* dynamic = arena();"),
@@ -113,6 +113,10 @@ change(
     (r'asm volatile\("cp\.async.*?\);', "model_cp(attnops::sm90::smem_address(to), from, 4, valid);"),
     (r'asm volatile\("mbarrier\.expect_tx.*?\);', "model_expect(barrier, bytes);"),
     (r'asm volatile\("st\.shared\.v4.*?\);', "memset(arena() + to + i, 0, 16);"),
+)
+change(
+    "sparse_indexer/sm90/token_logits.cuh",
+    (r'asm volatile\("st\.shared\.v4.*?\);', "memset(arena() + tile + i, 0, 16);"),
 )
 change(
     "sparse_indexer/sm90/copy_rows.cuh",

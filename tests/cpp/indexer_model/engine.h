@@ -32,6 +32,13 @@ inline void mbarrier_init_fence() {}
 inline void mbarrier_arrive(uint32_t a) { arrive_bar(a); }
 inline void mbarrier_arrive_if(uint32_t a, bool yes) { if (yes) arrive_bar(a); }
 inline void mbarrier_wait(uint32_t a, uint32_t parity) { while ((bars.at(a).phase & 1) != (parity ^ 1)) yield_(); if (rand() % 4 == 0) yield_(); }
+inline void mbarrier_arrive_expect(uint32_t a, int bytes) { bars.at(a).tx += bytes; arrive_bar(a); }
+inline void named_barrier_sync(int id, int threads) {
+  static std::map<int, std::pair<int, long>> meetings;  // threads there, meetings that were
+  auto& m = meetings[id]; const long mine = m.second;
+  if (++m.first == threads) { m.first = 0; ++m.second; return; }
+  while (m.second == mine) yield_();
+}
 inline void fence_async_proxy() {}
 template <int k> void registers_increase() {} template <int k> void registers_decrease() {}
 inline void copy16(uint32_t to, const void* from, bool valid) { model_cp(to, from, 16, valid); }
@@ -54,6 +61,13 @@ inline void copy_box(uint32_t to, const CUtensorMap* map, uint32_t a, int x, int
     auto& b = bars.at(a); b.tx -= m.box[0] * m.box[1] * m.box[2]; turn_(b);
   }});
 }
+inline void copy_box(uint32_t to, const CUtensorMap* map, uint32_t a, int x, int y, int z, uint64_t) { copy_box(to, map, a, x, y, z); }
+inline void copy_bytes(uint32_t to, const void* from, int bytes, uint32_t a) {
+  if (to % 16 || bytes % 16 || (uintptr_t)from % 16) { printf("bytes unaligned\n"); abort(); }
+  engine.push_back({[=] { memcpy(arena() + to, from, bytes); auto& b = bars.at(a); b.tx -= bytes; turn_(b); }});
+}
+inline void copy_bytes(uint32_t to, const void* from, int bytes, uint32_t a, uint64_t) { copy_bytes(to, from, bytes, a); }
+inline uint64_t l2_policy(bool) { return 0; }
 struct MapGeometry { DType dtype; const void* base; uint64_t extents[3]; uint64_t strides[2]; uint32_t box_rows; };
 inline CUtensorMap encode_tensor_map(DType, const void* base, int rank, const uint64_t* e, const uint64_t* s, const uint32_t* box) {
   ModelMap m{(const unsigned char*)base, {e[0], e[1], e[2]}, {s[0], s[1]}, {box[0], box[1], box[2]}};
