@@ -54,7 +54,7 @@ class ForwardMetadata:
         prefix_lens: int32 ``[B]``: tokens before the new ones.
         has_initial_state: uint8 ``[B]``: 0 where there are none.
         plan: int32 ``[B]``: requests in the order of their work.
-        drafts: Tokens of a request that the step verifies; 0: it verifies none.
+        drafts: Tokens of a request that the step verifies, or that extend a draft model; 0: states take all tokens.
         tree_mask: Of the drafts, packed; None: a chain.
         checkpoints: What prompts leave behind on their way; None: nothing.
     """
@@ -170,15 +170,19 @@ class LinearAttnBackend(ABC):
                 f"attnops: {self.name} does not serve a draft loop (draft_steps): its tokens would overwrite the "
                 "states. Give the draft model layers that attend, as those of MTP and EAGLE are"
             )
-        if batch.forward_mode.is_draft_extend() and batch.is_uniform:
+        most = 0 if self._drafts is None else self._drafts.most
+        if _extends_by_drafts(batch) and not 0 < batch.tokens_per_request <= most:
             return (
                 f"attnops: {self.name} serves DRAFT_EXTEND of the accepted tokens alone, got tokens_per_request "
-                f"{batch.tokens_per_request}, of which some may be rejected: give extend_seq_lens and only those tokens"
+                f"{batch.tokens_per_request}, of which some may be rejected: give extend_seq_lens and only those "
+                f"tokens, or a MambaPool with as many speculative_num_draft_tokens (now at most {most} are served)"
             )
         return None
 
     def _drafts_of(self, batch: AttentionBatch) -> int:
-        """Tokens of each request that the step verifies."""
+        """Tokens of each request that the states do not take yet, as some may be rejected."""
+        if _extends_by_drafts(batch):
+            return batch.tokens_per_request  # `_refusal` has judged it
         if not batch.forward_mode.is_target_verify():
             return 0
         most = 0 if self._drafts is None else self._drafts.most
@@ -226,6 +230,8 @@ class LinearAttnBackend(ABC):
     @in_one_thread
     def update_mamba_state_after_mtp_verify(self, accepted_path: Tensor, accepted_len: Tensor) -> None:
         """States of all layers after the accepted drafts of the step that has just run. Device work.
+
+        It follows each step that verifies, and each DRAFT_EXTEND of `tokens_per_request` each.
 
         Args:
             accepted_path: int32 ``[B, tokens_per_request]``: the accepted tokens of each request, rising. Requests that
@@ -380,6 +386,11 @@ class LinearAttnBackend(ABC):
         form = "verify" if step.drafts else "decode" if step.query_start_loc is None else "prefill"
         op: Callable[..., Tensor] = getattr(ops, f"{family}_{form}")
         return op
+
+
+def _extends_by_drafts(batch: AttentionBatch) -> bool:
+    """A draft model's step of as many tokens of each request, of which some may be rejected."""
+    return batch.forward_mode.is_draft_extend() and batch.is_uniform
 
 
 class _DeltaRule(LinearAttnBackend):
