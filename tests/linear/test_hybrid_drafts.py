@@ -252,7 +252,7 @@ def test_refusals_name_what_is_wrong():
     for drafts, text in ((0, [1]), (2, [1, 2])):
         engine = make_engine("gdn", host=Keeping(), drafts=drafts)
         engine.add(prompt(5, 1))
-        match = rf"gdn serves DRAFT_EXTEND of the accepted tokens alone, got tokens_per.*at most {drafts} are served"
+        match = rf"gdn serves DRAFT_EXTEND of at most {drafts} tokens_per_request .*got {1 + len(text)}"
         with pytest.raises(NotImplementedError, match=match):
             engine.verify([text], ForwardMode.DRAFT_EXTEND)
     engine = make_engine("gdn", host=Keeping(), drafts=2)

@@ -155,9 +155,9 @@ class LinearAttnBackend(ABC):
         most = 0 if self._drafts is None else self._drafts.most
         if _extends_by_drafts(batch) and not 0 < batch.tokens_per_request <= most:
             return (
-                f"attnops: {self.name} serves DRAFT_EXTEND of the accepted tokens alone, got tokens_per_request "
-                f"{batch.tokens_per_request}, of which some may be rejected: give extend_seq_lens and only those "
-                f"tokens, or a MambaPool with as many speculative_num_draft_tokens (now at most {most} are served)"
+                f"attnops: {self.name} serves DRAFT_EXTEND of at most {most} tokens_per_request "
+                f"(speculative_num_draft_tokens of MambaPool), got {batch.tokens_per_request}. Some of them may be "
+                "rejected: give extend_seq_lens and the accepted tokens alone"
             )
         return None
 

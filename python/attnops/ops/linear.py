@@ -105,9 +105,9 @@ def delta_conv_decode(
 ) -> Tensor:
     """`causal_conv1d_update` of one token per request, then `delta_decode` of its output: bit for bit the two.
 
-    On the CPU no thread waits between them, and what is convolved stays in its core's cache. CUDA takes two launches, of
-    which the second asks for its states while the first one runs. On Hopper one launch does both for tokens and gates of
-    bf16, a width of 4, keys of at most 128, few values a key, and at most 2^17 elements of states.
+    On the CPU no thread waits between them, and what is convolved stays in its core's cache. CUDA takes two launches,
+    of which the second asks for its states while the first one runs. On Hopper one launch does both for at most 2^17
+    elements of states. It takes tokens and gates of bf16, a width of 4, keys of at most 128 and few values a key.
 
     Args:
         x: ``[B, C]`` (bf16, fp16, fp32), last dim dense: q of ``num_k_heads`` heads, then k, then v, side by side, so
