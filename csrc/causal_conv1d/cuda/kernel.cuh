@@ -468,15 +468,31 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   }
 }
 
+// Asks for a thread's part of a request's state to be in L2, before the kernel has waited. Its slot is read past the
+// first cache, and may still change: then another's state is asked for, and nothing else comes of it.
+template <typename T>
+__device__ __forceinline__ void ask_for_state_ahead(const Params& p, StateLayout layout, int64_t request,
+                                                    int64_t channel) {
+#if __CUDA_ARCH__ >= 900
+  if (channel >= p.channels || layout != StateLayout::kChannels) return;
+  int32_t slot;
+  asm volatile("ld.global.cg.b32 %0, [%1];" : "=r"(slot) : "l"(p.state_indices + request));
+  if (slot < 0 || slot >= p.num_slots) return;
+  const T* state = static_cast<const T*>(p.states) + slot * p.stride_slot + channel * p.stride_channel;
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(state));
+#endif
+}
+
 // The same number of tokens for each request: a CTA for each request and block of channels.
 template <typename T, int kVec, int kWidth, int kAhead, int kThreads>
 __global__ void __launch_bounds__(kThreads)
     update_kernel(const __grid_constant__ Params p, StateLayout layout, int across) {
+  const int64_t request = blockIdx.x / across;
+  const int64_t channel = (int64_t{blockIdx.x % across} * kThreads + threadIdx.x) * kVec;
+  ask_for_state_ahead<T>(p, layout, request, channel);
   wait_for_earlier_kernels();
   let_next_kernel_start();
   check_requests(p);
-  const int64_t request = blockIdx.x / across;
-  const int64_t channel = (int64_t{blockIdx.x % across} * kThreads + threadIdx.x) * kVec;
   if (channel >= p.channels) return;
   const bool exists = p.in_pool(request);
   const Walk<T, kVec, kWidth, kAhead> walk(p, channel);
