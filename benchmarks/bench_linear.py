@@ -22,7 +22,6 @@ from pathlib import Path
 
 import torch
 from attnops import ops
-from attnops.backends.linear import takes_one_launch
 from linear_cells import (
     BOUNDED,
     CONV_DECODES,
@@ -86,7 +85,7 @@ class Bench(Timing):
         self.cell("linear_decode", params, calls, 2 * batch * per_slot / COPY, beside, check)
 
     def conv_decode(self, model: Model, batch: int, kept: torch.dtype) -> None:
-        """A step's convolution and recurrence, in the form that the backends take, beside the other one."""
+        """A step's convolution and recurrence in the op that the backends call, beside the two ops."""
         per_slot = model.heads * model.values * model.keys * kept.itemsize
         channels = 2 * model.groups * model.keys + model.heads * model.values
         num_slots = max(POOL // per_slot // batch, 2) * batch
@@ -104,13 +103,11 @@ class Bench(Timing):
             slots = self.indices(list(range(turn * batch, (turn + 1) * batch)))
             given = {"states": states, "state_indices": slots, "out": out, **gates}
             whole = {**given, "conv_states": conv_states, "num_k_heads": model.groups}
-            forms = {"attnops, one launch": partial(ops.delta_conv_decode, x, weight, None, a, b, **whole)}
+            calls.append(partial(ops.delta_conv_decode, x, weight, None, a, b, mixed=mixed, **whole))
             pool = {"conv_states": conv_states, "state_indices": slots, "out": mixed}
             first = partial(ops.causal_conv1d_update, x, weight, None, **pool)
             second = partial(ops.delta_decode, q, k, v, a, b, **given)
-            forms["attnops, two launches"] = partial(both, first, second)
-            calls.append(forms.pop(f"attnops, {'one launch' if takes_one_launch(states, batch) else 'two launches'}"))
-            pair: Calls = forms
+            pair: Calls = {"attnops, two ops": partial(both, first, second)}
             if self.peers:
                 pair |= self.peers.conv_delta_step(
                     x, weight, conv_states, (model.groups, model.heads, model.keys, model.values), a, b, per_head, bias,

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 CSRC, PACKAGE = ROOT / "csrc", ROOT / "python" / "attnops"
 SHARED = {"core", "scheduler", "device", "cpu", "torch_bindings", "host_bindings"}
 # Families that join others: their checks, params, plans and launches, no kernels of their own.
-JOINED = {"layer_call", "sparse_mla", "delta_conv"}
+JOINED = {"layer_call", "sparse_mla", "conv_step"}
 FAMILIES = {path.name for path in CSRC.iterdir() if path.is_dir()} - SHARED
 
 # What a Python layer may import of the package, besides its own folder. Longer prefixes win.

@@ -73,7 +73,7 @@ def test_every_set_names_tests_that_exist(name):
 
 
 # Families whose kernels are run by the tests of another folder.
-TESTED_WITH = {name: "linear" for name in ("causal_conv1d", "delta_conv", "delta_rule", "linear_state", "ssd")}
+TESTED_WITH = {name: "linear" for name in ("causal_conv1d", "conv_step", "delta_rule", "linear_state", "ssd")}
 
 
 ONLY_MEMCHECK = {"context_parallel"}  # neither shared memory nor a barrier

@@ -45,6 +45,8 @@ struct LinearStep {
   const float* skip;      // SSD's D [num_heads]; null: 0
   StepRows z;             // SSD's output gate, [B, num_heads, value_dim]; data null: none
   bool softplus;          // SSD: of dt
+  // On CUDA: q, k and v alone are made by the launch before, which itself waits for all that came before it.
+  bool behind_convolution;
   int32_t* report;
 };
 

@@ -7,7 +7,7 @@ namespace attnops {
 inline constexpr ReportOp kReportDeltaDecode{19}, kReportSsdDecode{20}, kReportCausalConv1d{21},
     kReportCausalConv1dUpdate{22}, kReportCopyStates{23}, kReportClearStates{24}, kReportDeltaPrefill{28},
     kReportSsdPrefill{29}, kReportDeltaVerify{35}, kReportSsdVerify{36}, kReportDeltaCommit{37}, kReportSsdCommit{38},
-    kReportDeltaConvDecode{46};
+    kReportDeltaConvDecode{46}, kReportSsdConvDecode{47};
 
 inline constexpr ReportKind kReportStateSlot{15},  // a slot outside a pool of states
     kReportSharedSlot{16},                         // a slot that two rows of a call write; position: the other row

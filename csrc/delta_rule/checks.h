@@ -71,12 +71,6 @@ inline LinearStep checked_recurrence(const char* op, const RecurrenceArguments& 
   return p;
 }
 
-inline void set_out(LinearStep& p, const Tensor& out) {
-  p.out = out.mutable_data_ptr();
-  p.out_stride_request = out.stride(0);
-  p.out_stride_head = out.stride(1);
-}
-
 // The contract of rows, for every op and device: one a request, or one a token.
 inline LinearStep checked_rows(const char* op, const RowArguments& given, Dim& rows, Dim& batch) {
   Dim groups("num_k_heads"), heads("num_v_heads"), key_dim("key_dim"), value_dim("value_dim");
@@ -98,7 +92,7 @@ inline LinearStep checked_rows(const char* op, const RowArguments& given, Dim& r
   p.q = step_rows(given.q);
   p.k = step_rows(given.k);
   p.v = step_rows(given.v);
-  set_out(p, given.out);
+  set_step_out(p, given.out);
   return p;
 }
 

@@ -21,6 +21,12 @@ inline StepRows step_rows(const Tensor& tensor) {
   return {.data = tensor.const_data_ptr(), .stride_request = tensor.stride(0), .stride_head = tensor.stride(1)};
 }
 
+inline void set_step_out(LinearStep& p, const Tensor& out) {
+  p.out = out.mutable_data_ptr();
+  p.out_stride_request = out.stride(0);
+  p.out_stride_head = out.stride(1);
+}
+
 // Gates may be float32 beside tokens of fewer bits: models compute them so.
 inline TensorCheck gate_check(const char* op, const char* name, const Tensor& gate, const char* other_name,
                               const Tensor& other) {

@@ -232,6 +232,11 @@ STABLE_TORCH_LIBRARY(attnops, m) {
       "bool silu, float scale, float lower_bound=0.0, bool qk_l2norm=True, Tensor(d!)? mixed=None, "
       "Tensor(e!)? report=None) -> ()");
   m.def(
+      "ssd_conv_decode(Tensor(a!) out, Tensor(b!) states, Tensor(c!) conv_states, Tensor x, Tensor weight, "
+      "Tensor? bias, Tensor? dt, Tensor A, Tensor? D, Tensor? dt_bias, Tensor? z, Tensor state_indices, "
+      "int num_groups, bool silu, float scale=1.0, bool dt_softplus=False, Tensor(d!)? mixed=None, "
+      "Tensor(e!)? report=None) -> ()");
+  m.def(
       "ssd_decode(Tensor(a!) out, Tensor(b!) states, Tensor x, Tensor? dt, Tensor A, Tensor B, Tensor C, Tensor? D, "
       "Tensor? dt_bias, Tensor? z, Tensor state_indices, Tensor? out_state_indices, float scale=1.0, "
       "bool dt_softplus=False, Tensor(c!)? report=None) -> ()");

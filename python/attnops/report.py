@@ -62,6 +62,7 @@ OPS = (
     "compress_plan",
     "compress_kv",
     "delta_conv_decode",
+    "ssd_conv_decode",
 )
 KINDS = (
     "none",

@@ -159,6 +159,37 @@ def right_convolved_step(draw: Draw) -> None:
     out.check("out")
 
 
+def right_convolved_state_space(draw: Draw) -> None:
+    """`ssd_conv_decode`, against the two ops that it joins."""
+    io, kept, width = draw.pick(FLOATS), draw.pick(FLOATS), draw.pick([2, 3, 4])
+    batch, groups = draw.pick([0, 1, 3, 20]), draw.pick([1, 2, 3])
+    heads, keys, rows = groups * draw.pick([1, 2, 8]), draw.pick([16, 64, 128, 256]), draw.pick([1, 16, 50, 64])
+    channels, num_slots, silu = 2 * groups * keys + heads * rows, batch + 2, draw.chance(0.6)
+    draw.note(io=io, states=kept, W=width, B=batch, G=groups, H=heads, N=keys, P=rows)
+    x, dt = given_as(draw, *(draw.normal(*s).to(io) for s in ((batch, channels), (batch, heads))))
+    weight = on_device(draw, draw.normal(channels, width).to(io))
+    bias = on_device(draw, draw.normal(channels).to(io)) if draw.chance(0.5) else None
+    given = {"dt_bias": on_device(draw, draw.normal(heads)), "dt_softplus": True}
+    given["D"] = on_device(draw, draw.normal(heads)) if draw.chance(0.5) else None
+    given["z"] = on_device(draw, draw.normal(batch, heads, rows).to(io)) if draw.chance(0.5) else None
+    A = on_device(draw, -draw.normal(heads).abs())
+    states = strided(draw, draw.normal(num_slots, heads, rows, keys).to(kept))
+    inputs = _any_strides(draw, draw.normal(num_slots, channels, width - 1).to(io))
+    twins, slots = (states.clone(), inputs.clone()), index_tensor(draw, draw_slots(draw, batch, num_slots))
+    out = Guarded(draw, (batch, heads, rows), io)
+    draw.saw("op ssd_conv_decode")
+    pools = {"states": states, "conv_states": inputs, "state_indices": slots}
+    ops.ssd_conv_decode(x, weight, bias, dt, A, num_groups=groups, silu=silu, out=out.view, **given, **pools)
+    mixed = ops.causal_conv1d_update(x, weight, bias, conv_states=twins[1], state_indices=slots, silu=silu)
+    v, B, C = mixed.split([heads * rows, groups * keys, groups * keys], 1)
+    v, B, C = v.unflatten(1, (heads, rows)), B.unflatten(1, (groups, keys)), C.unflatten(1, (groups, keys))
+    expected = ops.ssd_decode(v, dt, A, B, C, states=twins[0], state_indices=slots, **given)
+    for name, got, want in (("out", out.view, expected), ("states", states, twins[0]), ("inputs", inputs, twins[1])):
+        if not torch.equal(got, want):
+            raise Failure(f"{name} are not the bits of the two ops")
+    out.check("out")
+
+
 def _tree(draw: Draw, batch: int, count: int) -> tuple[Tensor, list[list[list[int]]]]:
     """A packed mask, whose rows may hold bits of no meaning, and the ancestors of each draft."""
     mask, ancestors = torch.zeros(batch, count, (count + 7) // 8, dtype=torch.uint8), []

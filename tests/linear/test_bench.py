@@ -60,15 +60,13 @@ def test_long_prompts_have_no_error(monkeypatch):
     assert rows_of(bench)["attnops"].rel_err is None
 
 
-@pytest.mark.parametrize("one", [True, False])
-def test_attnops_is_the_form_that_backends_take(one, monkeypatch):
-    monkeypatch.setattr(bench_linear, "takes_one_launch", lambda *_: one)
+def test_attnops_is_the_op_that_backends_call(monkeypatch):
     monkeypatch.setattr(bench_linear, "POOL", 2**18)
     calls, joined = [], ops.delta_conv_decode
     monkeypatch.setattr(ops, "delta_conv_decode", lambda *args, **given: calls.append(0) or joined(*args, **given))
     bench = bench_linear.Bench("cpu", 1)
     bench.conv_decode(KDA, 2, torch.float32)
-    assert set(rows_of(bench)) == {"attnops", f"attnops, {'two launches' if one else 'one launch'}"}
+    assert set(rows_of(bench)) == {"attnops", "attnops, two ops"}
     assert calls and not any(not row.peer.startswith("attnops") for row in bench.records)
 
 

@@ -140,16 +140,47 @@ def test_a_convolution_in_front_gives_the_bits_of_the_two_ops(seed, device, monk
     assert torch.equal(out, expected) and torch.equal(states, twins[0]) and torch.equal(conv_states, twins[1])
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seed", range(40))
+def test_a_convolution_in_front_of_a_state_space_gives_the_bits_of_the_two_ops(seed, device, monkeypatch):
+    draw = Draw(3000 + seed, device)
+    r = draw.random
+    if device == "cpu":
+        monkeypatch.setenv("ATTNOPS_CPU_ISA", r.choice(ISAS))
+    io, kept_as, width = r.choice(IO), r.choice(IO), r.choice([2, 3, 4])
+    batch, groups = r.choice([0, 1, 2, 5, 33]), r.choice([1, 2, 3])
+    heads, keys, rows = groups * r.choice([1, 2, 16]), r.choice([64, 128, 16, 5, 256]), r.choice([64, 128, 7, 130])
+    channels, num_slots = 2 * groups * keys + heads * rows, 2 * batch + 3
+    x, silu = draw.tensor(batch, channels, dtype=io), r.random() < 0.7
+    weight, bias = draw.per_head(channels, width).to(io), draw.per_head(channels).to(io) if r.random() < 0.5 else None
+    dt = draw.tensor(batch, heads, dtype=r.choice([io, torch.float32])) if r.random() < 0.8 else None
+    given = {"D": draw.per_head(heads) if r.random() < 0.5 else None, "scale": r.choice([1.0, 0.5])}
+    given |= {"z": draw.tensor(batch, heads, rows, dtype=io) if r.random() < 0.5 else None}
+    given |= {"dt_bias": draw.per_head(heads), "dt_softplus": True} if dt is not None else {}
+    slots = torch.tensor(draw.slots(batch, num_slots), dtype=torch.int32, device=device)
+    states = draw.pool(num_slots, heads, rows, keys, kept_as)
+    conv_states, A = draw.tensor(num_slots, channels, width - 1, dtype=io), -draw.per_head(heads).abs()
+    twins = [states.clone(), conv_states.clone()]
+    mixed = ops.causal_conv1d_update(x, weight, bias, conv_states=twins[1], state_indices=slots, silu=silu)
+    v, B, C = mixed.split([heads * rows, groups * keys, groups * keys], 1)
+    v, B, C = v.unflatten(1, (heads, rows)), B.unflatten(1, (groups, keys)), C.unflatten(1, (groups, keys))
+    expected = ops.ssd_decode(v, dt, A, B, C, states=twins[0], state_indices=slots, **given)
+    given |= {"states": states, "conv_states": conv_states, "state_indices": slots, "num_groups": groups, "silu": silu}
+    given["mixed"] = torch.full_like(x, float("nan")).contiguous() if r.random() < 0.5 else None
+    out = ops.ssd_conv_decode(x, weight, bias, dt, A, **given)
+    assert torch.equal(out, expected) and torch.equal(states, twins[0]) and torch.equal(conv_states, twins[1])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kept_as", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("heads, keys, channelwise", [((2, 4), 128, False), ((2, 2), 128, True), ((3, 6), 64, False)])
-@pytest.mark.parametrize("batch", [5, 64, 900])
-def test_a_convolution_in_front_is_one_launch(batch, heads, keys, channelwise, kept_as):
-    """By a kernel of its own on Hopper, whose threads may have four rows. Slots outside the pool are padding."""
+@pytest.mark.parametrize("heads, keys, channelwise", [((1, 2), 128, False), ((2, 2), 128, True), ((3, 6), 64, False)])
+@pytest.mark.parametrize("batch", [4, 64, 900])
+def test_a_convolution_in_front_of_few_states_is_one_launch(batch, heads, keys, channelwise, kept_as):
+    """By a kernel of its own on Hopper. Slots outside the pool are padding, in one launch and in two."""
     draw, (groups, heads), io = Draw(batch, "cuda"), heads, torch.bfloat16
     channels, num_slots = (2 * groups + heads) * keys, batch + 3
     slots = draw.random.sample(range(num_slots), batch)
-    slots[1], slots[3], slots[4] = -1, num_slots, 2**31 - 1
+    slots[1], slots[3], slots[-1] = -1, num_slots, 2**31 - 1
     named = torch.tensor([s if 0 <= s < num_slots else -1 for s in slots], dtype=torch.int32, device="cuda")
     slots = torch.tensor(slots, dtype=torch.int32, device="cuda")
     x, b = draw.tensor(batch, channels, dtype=io), draw.tensor(batch, heads, dtype=io)
@@ -164,7 +195,8 @@ def test_a_convolution_in_front_is_one_launch(batch, heads, keys, channelwise, k
     before = hits()
     given = {"states": states, "conv_states": conv_states, "state_indices": slots, "num_k_heads": groups}
     out = ops.delta_conv_decode(x, weight, bias, a, b, **given, **gates)
-    assert hits() - before == (torch.cuda.get_device_capability() == (9, 0))
+    few = batch * heads * keys * keys <= 2**17  # more states are faster in two launches
+    assert hits() - before == (few and torch.cuda.get_device_capability() == (9, 0))
     mixed = ops.causal_conv1d_update(x, weight, bias, conv_states=twins[1], state_indices=named)
     q, k, v = (t.unflatten(1, (-1, keys)) for t in mixed.split([groups * keys, groups * keys, heads * keys], 1))
     expected = ops.delta_decode(q, k, v, a, b, states=twins[0], state_indices=named, **gates)
@@ -213,6 +245,59 @@ def conv_step(channels=36, conv_slots=3, groups=1, slots=(0, 1), report=None):
     indices, gates = torch.tensor(slots, dtype=torch.int32), torch.zeros(len(slots), 1)
     x, weight = torch.ones(len(slots), channels), torch.ones(channels, 4)
     return ops.delta_conv_decode(x, weight, None, gates, gates, state_indices=indices, num_k_heads=groups, **given)
+
+
+@pytest.mark.parametrize("io", IO)
+def test_groups_fewer_than_threads_have_the_same_bits(io):
+    """All channels first, then all heads: threads share the heads of a group."""
+    threads, x, weight = torch.get_num_threads(), torch.randn(2, 416).to(io), torch.randn(416, 4).to(io)
+    gates, heads = torch.randn(2, 6).to(io), torch.randn(6)
+    start, inputs, slots = torch.randn(4, 6, 64, 16), torch.randn(4, 416, 3).to(io), torch.tensor([3, 1]).int()
+    found = []
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            for call in (
+                lambda **pools: ops.delta_conv_decode(x, weight, None, gates, gates, num_k_heads=1, **pools),
+                lambda **pools: ops.ssd_conv_decode(x, weight, None, gates, -heads.abs(), num_groups=1, **pools),
+            ):
+                pools = {"states": start.clone(), "conv_states": inputs.clone()}
+                found.append([call(state_indices=slots, **pools), *pools.values()])
+    finally:
+        torch.set_num_threads(threads)
+    assert all(map(torch.equal, found[0], found[2])) and all(map(torch.equal, found[1], found[3]))
+
+
+def ssd_conv_step(channels=36, conv_slots=3, groups=1, slots=(0, 1), report=None, mixed=None, **given):
+    given |= {"states": torch.zeros(3, 1, 4, 16), "conv_states": torch.zeros(conv_slots, channels, 3), "report": report}
+    indices, dt = torch.tensor(slots, dtype=torch.int32), given.pop("dt", torch.zeros(len(slots), 1))
+    x, weight = torch.ones(len(slots), channels), torch.ones(channels, 4)
+    given |= {"state_indices": indices, "num_groups": groups, "mixed": mixed}
+    return ops.ssd_conv_decode(x, weight, None, dt, -torch.ones(1), **given)
+
+
+def test_errors_of_a_convolution_in_front_of_a_state_space_name_the_argument():
+    ssd_conv_step()
+    match = (
+        r"ssd_conv_decode: x.shape\[1\] must be 36 \(num_heads x head_dim, and num_groups x state_dim twice\), got 40"
+    )
+    with pytest.raises(RuntimeError, match=match):
+        ssd_conv_step(channels=40)
+    with pytest.raises(RuntimeError, match=r"conv_states.shape\[0\] must be 3 \(num_slots of states\), got 5"):
+        ssd_conv_step(conv_slots=5)
+    with pytest.raises(RuntimeError, match="ssd_conv_decode: num_groups must be in"):
+        ssd_conv_step(groups=0)
+    with pytest.raises(RuntimeError, match="dt must be given with dt_bias or dt_softplus"):
+        ssd_conv_step(dt=None, dt_softplus=True)
+    with pytest.raises(RuntimeError, match=r"ssd_conv_decode: dt.shape\[0\] \(batch_size\) must be 2 as in x, got 3"):
+        ssd_conv_step(dt=torch.zeros(3, 1))
+    with pytest.raises(RuntimeError, match=r"ssd_conv_decode: mixed.*36"):
+        ssd_conv_step(mixed=torch.zeros(2, 35))
+    with pytest.raises(RuntimeError, match=r"ssd_conv_decode: state, request 1, slot.* must be in \[0, 3\)"):
+        ssd_conv_step(slots=(0, 3))
+    report = new_report("cpu")
+    out = ssd_conv_step(slots=(0, 9), report=report)
+    assert not out[1].any() and "ssd_conv_decode: state slot 9 at request 1" in first_fault(report)
 
 
 def test_errors_of_a_convolution_in_front_name_the_argument():

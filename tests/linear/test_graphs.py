@@ -307,6 +307,30 @@ def test_a_convolution_in_front(kind, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_a_convolution_in_front_of_a_state_space(device):
+    call, channels = Call(device), 2 * H * K + HV * V
+    gates(call, "ssd")
+    tokens(call, "ssd", BATCH)
+    call.normal("x", BATCH, channels)
+    call.normal("weight", channels, 4)
+    call.ints("slots", BATCH)
+    call.keep("states", SLOTS, HV, V, K)
+    call.keep("conv_states", SLOTS, channels, 3, dtype=torch.bfloat16)
+    call.keep("out", BATCH, HV, V, dtype=torch.bfloat16)
+
+    def draw(r):
+        call.put("slots", slots_of(r))
+        call.fresh(r, "x", "a")
+
+    def run():
+        given = call.given
+        options = {"state_indices": given["slots"], "num_groups": H, "dt_softplus": True}
+        ops.ssd_conv_decode(given["x"], given["weight"], None, given["a"], given["rate"], **call.written, **options)
+
+    call.check(draw, run)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_moves_and_clears(device):
     call = Call(device)
     for name in ("src", "dst", "gone"):

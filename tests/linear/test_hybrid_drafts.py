@@ -178,6 +178,25 @@ def test_accepted_tokens_of_a_draft_model_are_a_prompt(kind, host):
         assert relative(logits[i], reference_logits(engine.model, request.tokens[:-1])[-1]) < 2e-4
 
 
+@pytest.mark.parametrize("host", [run_eager, partial(Captured, sizes=[4]), Segments], ids=["eager", "captured", "cut"])
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_a_draft_model_forgets_the_rejected_tokens_of_an_extend_step(kind, host):
+    """DRAFT_EXTEND of three tokens each, as `DraftInput` makes it: rings have what a state must not take yet."""
+    engine = make_engine(kind, host=Keeping(host() if isinstance(host, (partial, type)) else host), drafts=MOST)
+    engine.add(prompt(20, 1), prompt(5, 2), prompt(64, 3))
+    for turn, kept in enumerate([[3, 1, 2], [1, 0, 3], [2, 2, 1]]):
+        logits = engine.verify([prompt(2, 10 * turn + i) for i in range(3)], ForwardMode.DRAFT_EXTEND)
+        for request in engine.running:
+            request.tokens.pop()  # what the engine has drawn
+        check(engine, logits, engine.running)
+        keep(engine, [list(range(count)) for count in kept])
+        for request in engine.running:
+            request.tokens.append(turn)
+    logits = engine.decode()
+    for i, request in enumerate(engine.running):
+        assert relative(logits[i], reference_logits(engine.model, request.tokens[:-1])[-1]) < 2e-4
+
+
 class LayersThatAttend(torch.nn.Module):
     """A draft model as MTP's: no layer has a state."""
 
@@ -230,12 +249,12 @@ def test_refusals_name_what_is_wrong():
     engine.add(prompt(5, 1))
     with pytest.raises(NotImplementedError, match="gdn verifies at most 2 tokens of a request"):
         engine.verify([[1, 2]])
-    engine = make_engine("gdn", host=Keeping(), drafts=2)
-    engine.add(prompt(5, 1))
-    with pytest.raises(
-        NotImplementedError, match="gdn serves DRAFT_EXTEND of the accepted tokens alone, got tokens_per"
-    ):
-        engine.verify([[1]], ForwardMode.DRAFT_EXTEND)
+    for drafts, text in ((0, [1]), (2, [1, 2])):
+        engine = make_engine("gdn", host=Keeping(), drafts=drafts)
+        engine.add(prompt(5, 1))
+        match = rf"gdn serves DRAFT_EXTEND of at most {drafts} tokens_per_request .*got {1 + len(text)}"
+        with pytest.raises(NotImplementedError, match=match):
+            engine.verify([text], ForwardMode.DRAFT_EXTEND)
     engine = make_engine("gdn", host=Keeping(), drafts=2)
     engine.add(prompt(5, 1))
     engine.decode()

@@ -73,11 +73,16 @@ def test_segments_and_pieces_give_the_same_tokens(kind, host):
     assert theirs == tokens and all(relative(a, b) < 1e-4 for a, b in zip(others, logits, strict=True))
 
 
-@pytest.mark.parametrize("tree", [None, FORK], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    "mode, tree",
+    [(ForwardMode.TARGET_VERIFY, None), (ForwardMode.TARGET_VERIFY, FORK), (ForwardMode.DRAFT_EXTEND, None)],
+    ids=["chain", "tree", "extend"],
+)
 @pytest.mark.parametrize("dtype", IO)
 @pytest.mark.parametrize("kind", BACKENDS)
-def test_captured_verification_equals_eager_bit_for_bit(kind, dtype, tree):
-    """Three drafts of two requests, kept or rolled back; rings run full; decode steps fold them."""
+def test_captured_verification_equals_eager_bit_for_bit(kind, dtype, mode, tree):
+    """Three drafts of two requests, kept or rolled back; rings run full; decode steps fold them. A draft model's
+    uniform extend is the same."""
     eager = make_engine(kind, dtype=dtype, drafts=3, **PLAIN)
     host = Captured(sizes=[2], recorder=CudaGraphs())
     captured = make_engine(kind, eager.model, host, dtype=dtype, drafts=3, **PLAIN)
@@ -87,7 +92,7 @@ def test_captured_verification_equals_eager_bit_for_bit(kind, dtype, tree):
     for step, kept in enumerate(paths):
         logits = []
         for engine in (eager, captured):
-            logits.append(engine.verify([prompt(2, 2 * step + i) for i in range(2)], tree=tree))
+            logits.append(engine.verify([prompt(2, 2 * step + i) for i in range(2)], mode, tree=tree))
             for request in engine.running:
                 request.tokens.pop()
             keep_drafts(engine, 3, kept)

@@ -71,6 +71,10 @@ CALLS = {
         OUT(B), pool(), normal(SLOTS, CHANNELS, 3), normal(B, CHANNELS), normal(CHANNELS, 4), normal(CHANNELS),
         *delta(B)[3:], indices(2, -1), H, True, 0.25, 0.0, True,
     ],
+    "ssd_conv_decode": lambda: [
+        OUT(B), pool(), normal(SLOTS, CHANNELS, 3), normal(B, CHANNELS), normal(CHANNELS, 4), normal(CHANNELS),
+        normal(B, HV), -torch.rand(HV), normal(HV), normal(HV), normal(B, HV, V), indices(2, -1), H, True, 1.0, True,
+    ],
     "ssd_decode": lambda: [OUT(B), pool(), *ssd(B), indices(2, -1), indices(1, -1), 1.0, True, REPORT()],
     "ssd_decode of constant decay": lambda: [OUT(B), pool(), *ssd(B, False), indices(2, 0), None, 0.5, False],
     "delta_prefill": lambda: [OUT(75), pool(), *delta(75), *ragged(), 0.25, 0.0, True, REPORT()],
@@ -126,7 +130,7 @@ def op_of(name):
 @pytest.mark.parametrize("name", CALLS)
 def test_schema_and_fake(name, device):
     given = [x.to(device) if isinstance(x, torch.Tensor) else x for x in CALLS[name]()]
-    if device == "cuda" and name.startswith("delta_conv_decode"):
+    if device == "cuda" and "_conv_decode" in name:
         given.append(torch.zeros(B, CHANNELS, device=device))  # between two launches
     torch.library.opcheck(op_of(name), tuple(given))
 
@@ -135,7 +139,7 @@ def test_there_is_a_call_of_every_op():
     modules = ("attnops.ops.linear", "attnops.ops.linear_prefill", "attnops.ops.linear_verify")
     linear = {name for name in ops.__all__ if getattr(ops, name).__module__ in modules}
     assert {name.split()[0] for name in CALLS} == {name for name in linear if hasattr(torch.ops.attnops, name)}
-    assert len({name.split()[0] for name in CALLS}) == 15
+    assert len({name.split()[0] for name in CALLS}) == 16
 
 
 def test_the_schema_of_an_op_names_what_it_writes():

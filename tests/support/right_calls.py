@@ -179,6 +179,11 @@ def linear_arguments() -> dict[str, dict[str, Any]]:
         | states
         | slots,
         "ssd_decode": ssd,
+        "ssd_conv_decode": {name: ssd[name] for name in ("dt", "A", "D", "z", "dt_bias", "dt_softplus")}
+        | {"x": torch.randn(2, 96), "weight": torch.randn(96, 4), "bias": torch.randn(96), "num_groups": 2}
+        | {"conv_states": torch.randn(4, 96, 3)}
+        | states
+        | slots,
         "delta_prefill": delta | ragged,
         "ssd_prefill": ssd | ragged,
         "delta_verify": delta | rings | {"tree_mask": torch.ones(2, 1, 1, dtype=torch.uint8)},

@@ -468,20 +468,68 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   }
 }
 
+// Asks for a thread's part of a request's state to be in L2, before the kernel has waited. Its slot is read past the
+// first cache, and may still change: then another's state is asked for, and nothing else comes of it.
+template <typename T>
+__device__ __forceinline__ void ask_for_state_ahead(const Params& p, StateLayout layout, int64_t request,
+                                                    int64_t channel) {
+#if __CUDA_ARCH__ >= 900
+  if (channel >= p.channels || layout != StateLayout::kChannels) return;
+  int32_t slot;
+  asm volatile("ld.global.cg.b32 %0, [%1];" : "=r"(slot) : "l"(p.state_indices + request));
+  if (slot < 0 || slot >= p.num_slots) return;
+  const T* state = static_cast<const T*>(p.states) + slot * p.stride_slot + channel * p.stride_channel;
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(state));
+#endif
+}
+
 // The same number of tokens for each request: a CTA for each request and block of channels.
 template <typename T, int kVec, int kWidth, int kAhead, int kThreads>
 __global__ void __launch_bounds__(kThreads)
     update_kernel(const __grid_constant__ Params p, StateLayout layout, int across) {
+  const int64_t request = blockIdx.x / across;
+  const int64_t channel = (int64_t{blockIdx.x % across} * kThreads + threadIdx.x) * kVec;
+  ask_for_state_ahead<T>(p, layout, request, channel);
   wait_for_earlier_kernels();
   let_next_kernel_start();
   check_requests(p);
-  const int64_t request = blockIdx.x / across;
-  const int64_t channel = (int64_t{blockIdx.x % across} * kThreads + threadIdx.x) * kVec;
   if (channel >= p.channels) return;
   const bool exists = p.in_pool(request);
   const Walk<T, kVec, kWidth, kAhead> walk(p, channel);
   const int64_t first = p.first_token(request), last = p.first_token(request + 1);
   exists ? walk.convolve(request, first, last, first, last, layout) : walk.clear(first, last);
+}
+
+// One token for each request, as when decoding. Grid: blocks of channels x requests. What a thread reads is asked for
+// at once, and its output comes before its state: a step behind it waits for that.
+template <typename T, int kVec, int kWidth, int kThreads>
+__global__ void __launch_bounds__(kThreads) token_kernel(const __grid_constant__ Params p, StateLayout layout) {
+  using Channels = Walk<T, kVec, kWidth, 1>;
+  using Lane = typename Channels::Lane;
+  constexpr int kHistory = kWidth - 1;
+  const int64_t request = blockIdx.y, channel = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * kVec;
+  const T* x = static_cast<const T*>(p.x) + request * p.stride_x + channel;
+  T* out = static_cast<T*>(p.out) + request * p.stride_out + channel;
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
+  if (blockIdx.y == 0) check_requests(p);
+  if (channel >= p.channels) return;
+  const int64_t slot = p.state_indices[request];
+  const Lane newest = Lane::load(x);
+  if (slot < 0 || slot >= p.num_slots) return Lane::zero().store(out);
+  const Channels walk(p, channel);
+  Lane state[kHistory];
+  walk.load_state(state, walk.states(slot), layout);
+  float window[kWidth][kVec];
+#pragma unroll
+  for (int j = 0; j < kHistory; ++j) Channels::unpack(window[j], state[j]);
+  Channels::unpack(window[kHistory], newest);
+  const Lane result = p.silu ? walk.template sum_of<true>(window, 0) : walk.template sum_of<false>(window, 0);
+  result.store(out);
+#pragma unroll
+  for (int j = 0; j < kHistory - 1; ++j) state[j] = state[j + 1];
+  state[kHistory - 1] = newest;
+  Channels::store_state(state, walk.states(slot), layout, p);
 }
 
 // Drafts: a CTA for some of a request's, and a block of channels. All that they read is asked for before the first of

@@ -17,6 +17,9 @@ constexpr int64_t kBusyBlocks = 528;     // four for each SM of a large GPU
 constexpr int kUpdateThreads = 64;
 constexpr int64_t kUpdateTokens = 16;  // more of a request are shared out among CTAs
 
+constexpr int64_t kFewBlocks = 132;     // of one token each: an SM has one
+constexpr int64_t kMostAcross = 65535;  // blocks in the grid's second dimension
+
 constexpr int kDraftsEach = 2;   // of a thread
 constexpr int kDraftBlocks = 8;  // of an SM: 128 registers a thread
 
@@ -45,7 +48,20 @@ LaunchShape shape_of(int64_t blocks, int threads) {
 }
 
 template <typename T, int kVec, int kWidth>
+void launch_tokens(const Params& p, CUstream_st* stream) {
+  LaunchShape shape = shape_of(ceil_div<int64_t>(p.channels, int64_t{kVec} * kUpdateThreads), kUpdateThreads);
+  shape.blocks_y = static_cast<int>(p.batch_size);
+  launch_dependent<&token_kernel<T, kVec, kWidth, kUpdateThreads>>("token_kernel", shape, stream, p,
+                                                                   layout_of(p, kVec));
+}
+
+template <typename T, int kVec, int kWidth>
 void launch_width(const Params& p, CUstream_st* stream) {
+  // Few channels in all are shared out among more threads: each has less to do in a row.
+  const bool few = p.batch_size * p.channels < int64_t{kVec} * kUpdateThreads * kFewBlocks;
+  if (p.cu_seqlens == nullptr && p.tokens_per_request == 1 && few && p.batch_size <= kMostAcross) {
+    return launch_tokens<T, min_of(kVec, static_cast<int>(4 / sizeof(T))), kWidth>(p, stream);
+  }
   const StateLayout layout = layout_of(p, kVec);
   const auto blocks_across = [&](int threads) { return ceil_div<int64_t>(p.channels, int64_t{kVec} * threads); };
   if (p.cu_seqlens == nullptr && p.tokens_per_request <= kUpdateTokens) {

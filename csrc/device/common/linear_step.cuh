@@ -177,8 +177,7 @@ __global__ void __launch_bounds__(kStepThreads)
   using Columns = StepColumns<kMaxKeys>;
   __shared__ Columns columns;
   __shared__ float2 gates;
-  wait_for_earlier_kernels();
-  let_next_kernel_start();
+  wait_and_let_next_start(!p.behind_convolution);
   const int work = blockIdx.x / row_blocks, row_block = kWhole ? blockIdx.x : blockIdx.x % row_blocks;
   const int head = kWhole ? blockIdx.y : work % p.num_heads, request = kWhole ? blockIdx.z : work / p.num_heads;
   const int key_dim = kWhole ? kMaxKeys : p.key_dim;
@@ -194,6 +193,10 @@ __global__ void __launch_bounds__(kStepThreads)
     const int row = first_row + r * kGroups;
     const bool reads = slots.from != nullptr && has_row(row);
     Part::template load<kVectors, true>(state[r], slots.from + int64_t{row} * p.stride_row, lane, reads ? key_dim : 0);
+  }
+
+  if (kWhole && ahead > 0 && p.behind_convolution && threadIdx.x == kStepThreads - 1) {
+    ask_for_state<State>(p, request + ahead, head, row_block * kGroups * kRows, kGroups * kRows);
   }
 
   float key[Columns::kEach], query[Columns::kEach], gate[Columns::kEach], value[kRows], z[kRows];
@@ -235,6 +238,7 @@ __global__ void __launch_bounds__(kStepThreads)
         if (column < key_dim) of_columns[c] = gate_bits(p.a, column);
       }
     }
+    wait_and_let_next_start(p.behind_convolution);
 #pragma unroll
     for (int c = 0; c < Columns::kEach; ++c) {
       const int column = c * kStepThreads + threadIdx.x;
@@ -261,7 +265,7 @@ __global__ void __launch_bounds__(kStepThreads)
     with_token_type(p.dtype, load_tokens);
   }
 
-  if (kWhole && ahead > 0 && threadIdx.x == kStepThreads - 1) {
+  if (kWhole && ahead > 0 && !p.behind_convolution && threadIdx.x == kStepThreads - 1) {
     ask_for_state<State>(p, request + ahead, head, row_block * kGroups * kRows, kGroups * kRows);
   }
 

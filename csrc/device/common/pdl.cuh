@@ -17,4 +17,14 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
+// Both at once, where `now`: without a branch, which loads under way would be waited for at.
+__device__ __forceinline__ void wait_and_let_next_start(bool now) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n .reg .pred now;\n setp.ne.b32 now, %0, 0;\n"
+      " @now griddepcontrol.wait;\n @now griddepcontrol.launch_dependents;\n}" ::"r"(static_cast<int>(now))
+      : "memory");
+#endif
+}
+
 }  // namespace attnops

@@ -5,7 +5,6 @@ A step is decode, one token for each request, or ragged: prompts, their continua
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,23 +26,6 @@ if TYPE_CHECKING:
     from attnops.layers.radix_linear_attention import RadixLinearAttention
 
 
-# Elements of a step's states up to which one launch is faster on a GPU. It saves 1.2 us, and each of its CTAs convolves
-# the keys and queries of its head anew: docs/log/linear.md has the cells. What the host knows decides, no length.
-MOST_IN_ONE_LAUNCH = 2**22
-
-
-def takes_one_launch(states: Tensor, batch_size: int) -> bool:
-    """Whether a decode step's convolution and recurrence are one call: `ops.delta_conv_decode`, or the two ops.
-
-    The bits are the same. On a CPU one call is always as fast or faster.
-
-    Args:
-        states: ``[num_slots, HV, V, K]`` of a layer.
-        batch_size: Requests of the step, of one token each, padding among them.
-    """
-    return not states.is_cuda or batch_size * math.prod(states.shape[1:]) <= MOST_IN_ONE_LAUNCH
-
-
 @dataclass(frozen=True)
 class ForwardMetadata:
     """What the ops of a step share, at addresses that stay; what it holds is written inside the graph.
@@ -54,7 +36,7 @@ class ForwardMetadata:
         prefix_lens: int32 ``[B]``: tokens before the new ones.
         has_initial_state: uint8 ``[B]``: 0 where there are none.
         plan: int32 ``[B]``: requests in the order of their work.
-        drafts: Tokens of a request that the step verifies; 0: it verifies none.
+        drafts: Tokens of a request that the step verifies, or that extend a draft model; 0: states take all tokens.
         tree_mask: Of the drafts, packed; None: a chain.
         checkpoints: What prompts leave behind on their way; None: nothing.
     """
@@ -170,15 +152,19 @@ class LinearAttnBackend(ABC):
                 f"attnops: {self.name} does not serve a draft loop (draft_steps): its tokens would overwrite the "
                 "states. Give the draft model layers that attend, as those of MTP and EAGLE are"
             )
-        if batch.forward_mode.is_draft_extend() and batch.is_uniform:
+        most = 0 if self._drafts is None else self._drafts.most
+        if _extends_by_drafts(batch) and not 0 < batch.tokens_per_request <= most:
             return (
-                f"attnops: {self.name} serves DRAFT_EXTEND of the accepted tokens alone, got tokens_per_request "
-                f"{batch.tokens_per_request}, of which some may be rejected: give extend_seq_lens and only those tokens"
+                f"attnops: {self.name} serves DRAFT_EXTEND of at most {most} tokens_per_request "
+                f"(speculative_num_draft_tokens of MambaPool), got {batch.tokens_per_request}. Some of them may be "
+                "rejected: give extend_seq_lens and the accepted tokens alone"
             )
         return None
 
     def _drafts_of(self, batch: AttentionBatch) -> int:
-        """Tokens of each request that the step verifies."""
+        """Tokens of each request that the states do not take yet, as some may be rejected."""
+        if _extends_by_drafts(batch):
+            return batch.tokens_per_request  # `_refusal` has judged it
         if not batch.forward_mode.is_target_verify():
             return 0
         most = 0 if self._drafts is None else self._drafts.most
@@ -226,6 +212,8 @@ class LinearAttnBackend(ABC):
     @in_one_thread
     def update_mamba_state_after_mtp_verify(self, accepted_path: Tensor, accepted_len: Tensor) -> None:
         """States of all layers after the accepted drafts of the step that has just run. Device work.
+
+        It follows each step that verifies, and each DRAFT_EXTEND of `tokens_per_request` each.
 
         Args:
             accepted_path: int32 ``[B, tokens_per_request]``: the accepted tokens of each request, rising. Requests that
@@ -286,9 +274,11 @@ class LinearAttnBackend(ABC):
         states = self.pool.mamba_pool.layer(place)
         where = self._where(step, place, states)
         one_token = step.query_start_loc is None and not step.drafts and batch.num_tokens == batch.batch_size
-        joins = one_token and states.conv is not None and z is None and bool(where)
-        if joins and self.decode_mixed(layer, mixed_qkv, a, b, states.conv, where, out):
-            return out
+        if one_token and states.conv is not None and layer.conv_weights is not None and where:
+            options = {**where, "conv_states": states.conv, "out": out}
+            options["mixed"] = self._rows_like(mixed_qkv) if mixed_qkv.is_cuda else None
+            if self.decode_mixed(layer, mixed_qkv, a, b, z, options):
+                return out
         mixed = self._convolve(layer, place, mixed_qkv, states, step)
         self.attend(layer, mixed, a, b, z, where, step, out)
         return out
@@ -299,12 +289,20 @@ class LinearAttnBackend(ABC):
         mixed_qkv: Tensor,
         a: Tensor | None,
         b: Tensor | None,
-        conv_states: Tensor | None,
-        where: dict[str, Any],
-        out: Tensor,
+        z: Tensor | None,
+        options: dict[str, Any],
     ) -> bool:
-        """Convolution and recurrence of a token per request in one op, where the rule has one and it pays: whether."""
+        """Convolution and recurrence of a token per request in one op, where the rule has one: whether.
+
+        Args:
+            options: What `where` of `attend` has, ``conv_states``, ``mixed`` and ``out``.
+        """
         return False
+
+    def _rows_like(self, x: Tensor) -> Tensor | None:
+        """The backend's own rows for what is convolved of x; None: they do not fit, and the op says what is wrong."""
+        rows = None if self._convolved is None else self._convolved[: len(x)]
+        return rows if rows is not None and rows.shape == x.shape and rows.dtype == x.dtype else None
 
     def _convolve(
         self, layer: RadixLinearAttention, place: int, x: Tensor, states: MambaState, step: ForwardMetadata
@@ -325,10 +323,7 @@ class LinearAttnBackend(ABC):
             windows = self._drafts.of(place, len(step.mamba_cache_indices), step.drafts)
             return ops.causal_conv1d_update(x, weight, layer.bias, windows=windows, tree_mask=step.tree_mask, **options)
         if step.query_start_loc is None:
-            rows = None if self._convolved is None else self._convolved[: len(x)]
-            # Else the op says what is wrong with x.
-            fits = rows is not None and rows.shape == x.shape and rows.dtype == x.dtype
-            return ops.causal_conv1d_update(x, weight, layer.bias, out=rows if fits else None, **options)
+            return ops.causal_conv1d_update(x, weight, layer.bias, out=self._rows_like(x), **options)
         options |= {"cu_seqlens": step.query_start_loc, "has_initial_state": step.has_initial_state}
         if step.checkpoints is not None:  # before the states are overwritten
             where = (step.query_start_loc, step.mamba_cache_indices, step.prefix_lens)
@@ -382,18 +377,21 @@ class LinearAttnBackend(ABC):
         return op
 
 
+def _extends_by_drafts(batch: AttentionBatch) -> bool:
+    """A draft model's step of as many tokens of each request, of which some may be rejected."""
+    return batch.forward_mode.is_draft_extend() and batch.is_uniform
+
+
 class _DeltaRule(LinearAttnBackend):
     """The gated delta rule, whose gates differ."""
 
     gate_dims: ClassVar[int]
 
-    def decode_mixed(self, layer, mixed_qkv, a, b, conv_states, where, out) -> bool:  # type: ignore[no-untyped-def]
-        if layer.conv_weights is None or a is None or b is None or a.dim() != self.gate_dims:
-            return False
-        if not takes_one_launch(where["states"], len(mixed_qkv)):
-            return False
-        options = {**self._options(layer, out), "silu": layer.activation == "silu", "conv_states": conv_states, **where}
-        ops.delta_conv_decode(mixed_qkv, layer.conv_weights, layer.bias, a, b, num_k_heads=layer.num_k_heads, **options)
+    def decode_mixed(self, layer, mixed_qkv, a, b, z, options) -> bool:  # type: ignore[no-untyped-def]
+        if a is None or b is None or z is not None or a.dim() != self.gate_dims:
+            return False  # `attend` says why
+        given = {**options, **self._options(layer, options["out"]), "silu": layer.activation == "silu"}
+        ops.delta_conv_decode(mixed_qkv, layer.conv_weights, layer.bias, a, b, num_k_heads=layer.num_k_heads, **given)
         return True
 
     def _options(self, layer: RadixLinearAttention, out: Tensor) -> dict[str, Any]:
@@ -429,29 +427,26 @@ class Mamba2AttnBackend(LinearAttnBackend):
 
     name, has_rates = "mamba2", True
 
+    def decode_mixed(self, layer, mixed_qkv, a, b, z, options) -> bool:  # type: ignore[no-untyped-def]
+        if a is None or b is not None or layer.A_log is None:
+            return False  # `attend` says why
+        given = {**options, **self._options(layer, z, options["out"]), "silu": layer.activation == "silu"}
+        rate, groups = self._rate(layer), layer.num_k_heads
+        ops.ssd_conv_decode(mixed_qkv, layer.conv_weights, layer.bias, a, rate, num_groups=groups, **given)
+        return True
+
+    def _options(self, layer: RadixLinearAttention, z: Tensor | None, out: Tensor) -> dict[str, Any]:
+        given: dict[str, Any] = {"D": layer.D, "dt_bias": layer.dt_bias, "z": z, "dt_softplus": True}
+        given |= {"scale": layer.scaling or 1.0}
+        return given | {"out": out.unflatten(-1, (layer.num_v_heads, layer.head_v_dim))}
+
     def attend(self, layer, mixed, a, b, z, where, step, out) -> None:  # type: ignore[no-untyped-def]
         if a is None or b is not None or layer.A_log is None:
             raise ValueError("attnops: mamba2 takes dt as a, a layer with A_log, and no b")
         groups, heads = (layer.num_k_heads, layer.head_k_dim), (layer.num_v_heads, layer.head_v_dim)
         x, B, C = _split(layer, mixed, [layer.out_width, groups[0] * groups[1], groups[0] * groups[1]])
-        options: dict[str, Any] = {
-            "D": layer.D,
-            "dt_bias": layer.dt_bias,
-            "z": z,
-            "dt_softplus": True,
-            "out": out.unflatten(-1, heads),
-        }
-        op = self._op("ssd", step, where)
-        op(
-            x.unflatten(-1, heads),
-            a,
-            self._rate(layer),
-            B.unflatten(-1, groups),
-            C.unflatten(-1, groups),
-            scale=layer.scaling or 1.0,
-            **options,
-            **where,
-        )
+        rows = (x.unflatten(-1, heads), a, self._rate(layer), B.unflatten(-1, groups), C.unflatten(-1, groups))
+        self._op("ssd", step, where)(*rows, **self._options(layer, z, out), **where)
 
 
 class LightningAttentionBackend(LinearAttnBackend):

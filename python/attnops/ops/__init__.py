@@ -16,6 +16,7 @@ from attnops.ops.linear import (
     copy_states,
     delta_conv_decode,
     delta_decode,
+    ssd_conv_decode,
     ssd_decode,
 )
 from attnops.ops.linear_prefill import delta_plan, delta_prefill, ssd_plan, ssd_prefill
@@ -80,6 +81,7 @@ __all__ = [
     "sparse_mla_plan",
     "sparse_mla_prefill",
     "ssd_commit",
+    "ssd_conv_decode",
     "ssd_decode",
     "ssd_plan",
     "ssd_prefill",

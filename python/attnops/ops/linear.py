@@ -99,14 +99,15 @@ def delta_conv_decode(
     scale: float | None = None,
     lower_bound: float = 0.0,
     qk_l2norm: bool = True,
+    mixed: Tensor | None = None,
     out: Tensor | None = None,
     report: Tensor | None = None,
 ) -> Tensor:
     """`causal_conv1d_update` of one token per request, then `delta_decode` of its output: bit for bit the two.
 
-    On the CPU no thread waits between them, and what is convolved stays in its core's cache. On Hopper one launch does
-    both for tokens and gates of bf16, a width of 4, keys of at most 128, few values a key. Else CUDA takes two.
-    Where a call has states of more than 2^22 elements, the two ops are faster there; backends choose.
+    On the CPU no thread waits between them, and what is convolved stays in its core's cache. CUDA takes two launches,
+    of which the second asks for its states while the first one runs. On Hopper one launch does both for at most 2^17
+    elements of states. It takes tokens and gates of bf16, a width of 4, keys of at most 128 and few values a key.
 
     Args:
         x: ``[B, C]`` (bf16, fp16, fp32), last dim dense: q of ``num_k_heads`` heads, then k, then v, side by side, so
@@ -116,6 +117,7 @@ def delta_conv_decode(
         states: ``[num_slots, HV, V, K]``, as in `delta_decode`; `conv_states` has as many slots.
         state_indices: int32 ``[B]``: the slots of both pools, each at most once; below 0: padding.
         scale: Of q; ``K ** -0.5`` by default.
+        mixed: In x's shape, contiguous: room for what is convolved, on CUDA. Allocated when omitted.
         out: ``[B, HV, V]``; allocated when omitted.
         report: int32 ``[8]`` of the checked mode.
 
@@ -125,7 +127,7 @@ def delta_conv_decode(
     _, heads, rows, keys = states.shape
     out = x.new_empty(x.shape[0], heads, rows) if out is None else out
     scale = keys**-0.5 if scale is None else scale
-    mixed = x.new_empty(x.shape) if x.is_cuda else None  # what is convolved, between two launches
+    mixed = x.new_empty(x.shape) if mixed is None and x.is_cuda else mixed
     torch.ops.attnops.delta_conv_decode(
         out,
         states,
@@ -194,6 +196,73 @@ def ssd_decode(
     out = x.new_empty(x.shape) if out is None else out
     torch.ops.attnops.ssd_decode(
         out, states, x, dt, A, B, C, D, dt_bias, z, state_indices, out_state_indices, scale, dt_softplus, report
+    )
+    return out
+
+
+@names_its_arguments
+def ssd_conv_decode(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dt: Tensor | None,
+    A: Tensor,
+    *,
+    num_groups: int,
+    states: Tensor,
+    conv_states: Tensor,
+    state_indices: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    z: Tensor | None = None,
+    silu: bool = True,
+    scale: float = 1.0,
+    dt_softplus: bool = False,
+    mixed: Tensor | None = None,
+    out: Tensor | None = None,
+    report: Tensor | None = None,
+) -> Tensor:
+    """`causal_conv1d_update` of one token per request, then `ssd_decode` of its output: bit for bit the two.
+
+    On the CPU no thread waits between them, and what is convolved stays in its core's cache. CUDA takes two launches,
+    of which the second asks for its states while the first one runs.
+
+    Args:
+        x: ``[B, C]`` (bf16, fp16, fp32), last dim dense: x of ``H`` heads, then B of `num_groups` groups, then C, side
+            by side, so C is ``H P + 2 G N``.
+        weight, bias, conv_states, silu: as in `causal_conv1d`.
+        dt, A, D, dt_bias, z, scale, dt_softplus: as in `ssd_decode`.
+        states: ``[num_slots, H, P, N]``, as in `ssd_decode`; `conv_states` has as many slots.
+        state_indices: int32 ``[B]``: the slots of both pools, each at most once; below 0: padding.
+        mixed: In x's shape, contiguous: room for what is convolved, on CUDA. Allocated when omitted.
+        out: ``[B, H, P]``; allocated when omitted.
+        report: int32 ``[8]`` of the checked mode.
+
+    Raises:
+        RuntimeError: naming the argument that does not fit; on the CPU also a slot outside the pool, or shared.
+    """
+    _, heads, rows, _ = states.shape
+    out = x.new_empty(x.shape[0], heads, rows) if out is None else out
+    mixed = x.new_empty(x.shape) if mixed is None and x.is_cuda else mixed
+    torch.ops.attnops.ssd_conv_decode(
+        out,
+        states,
+        conv_states,
+        x,
+        weight,
+        bias,
+        dt,
+        A,
+        D,
+        dt_bias,
+        z,
+        state_indices,
+        num_groups,
+        silu,
+        scale,
+        dt_softplus,
+        mixed,
+        report,
     )
     return out
 
@@ -321,6 +390,7 @@ for _op in (
     "delta_decode",
     "delta_conv_decode",
     "ssd_decode",
+    "ssd_conv_decode",
     "causal_conv1d",
     "causal_conv1d_update",
     "copy_states",

@@ -9,8 +9,8 @@
 #include <cmath>
 
 #include "causal_conv1d/cuda/kernel.cuh"
-#include "delta_conv/checks.h"
-#include "delta_conv/sm90/step.cuh"
+#include "conv_step/checks.h"
+#include "conv_step/sm90/step.cuh"
 #include "delta_rule/checks.h"
 #include "device/common/linear_commit.cuh"
 #include "device/common/linear_recurrence.cuh"
@@ -242,24 +242,16 @@ void commit_of(const LinearCommit& p, ReportOp op) {
 }
 
 // A cluster's CTAs run one after another, the first one last: it alone writes what the others read.
-template <typename State, int kKeys, bool kChannels, int kRows>
-void conv_step_rows(const delta_conv::ConvDecode& p) {
-  const int row_blocks = ceil_div(p.step.value_dim, kStepThreads / (kKeys / kLaneElements) * kRows);
+template <typename State, int kKeys, bool kChannels>
+void run_conv_step(const conv_step::ConvDecode& p) {
+  const int row_blocks = ceil_div(p.step.value_dim, kStepThreads / (kKeys / kLaneElements) * kStepRows);
   const unsigned blocks = p.step.batch_size * p.step.num_heads * row_blocks;
   gridDim.x = blocks;
   for (unsigned i = blocks; i > 0; --i) {
     blockIdx.x = i - 1;
-    cuda_model::run_cta(kStepThreads, [&] {
-      delta_conv::sm90::conv_step_kernel<State, kKeys, kChannels, kRows>(p.conv, p.step, row_blocks, 0);
-    });
+    cuda_model::run_cta(
+        kStepThreads, [&] { conv_step::sm90::conv_step_kernel<State, kKeys, kChannels>(p.conv, p.step, row_blocks); });
   }
-}
-
-template <typename State, int kKeys, bool kChannels>
-void conv_step(const delta_conv::ConvDecode& p) {
-  static int turn = 0;
-  turn++ % 2 == 0 ? conv_step_rows<State, kKeys, kChannels, kStepRows>(p)
-                  : conv_step_rows<State, kKeys, kChannels, 2 * kStepRows>(p);
 }
 
 void delta_conv_decode_model(const Tensor& out, const Tensor& states, const Tensor& conv_states, const Tensor& x,
@@ -268,13 +260,13 @@ void delta_conv_decode_model(const Tensor& out, const Tensor& states, const Tens
                              int64_t num_k_heads, bool silu, double scale, double lower_bound, bool qk_l2norm,
                              const OptionalTensor& /*mixed*/, const OptionalTensor& report) {
   const OptionalTensor elsewhere;
-  const delta_conv::ConvDecode p = delta_conv::checked_conv_decode(
+  const conv_step::ConvDecode p = conv_step::checked_delta(
       out, {out, conv_states, x, weight, bias, state_indices, silu, report},
       {x, states, a, b, "x", a_log, dt_bias, state_indices, elsewhere, scale, lower_bound, qk_l2norm, report},
       num_k_heads);
   const bool channels = p.step.gate_per_channel;
-  if (p.step.key_dim <= 64) return channels ? conv_step<float, 64, true>(p) : conv_step<float, 64, false>(p);
-  channels ? conv_step<float, 128, true>(p) : conv_step<float, 128, false>(p);
+  if (p.step.key_dim <= 64) return channels ? run_conv_step<float, 64, true>(p) : run_conv_step<float, 64, false>(p);
+  channels ? run_conv_step<float, 128, true>(p) : run_conv_step<float, 128, false>(p);
 }
 
 // Drafts alone. The layouts of states and windows are told apart where they are dense; others go element by element.

@@ -6,7 +6,7 @@
 // linear_step_kernel of the delta rule, whose q, k and v are a convolution's output. The CTAs of a request's group of
 // heads are a cluster: each convolves the channels of the group's query and key for itself, and those of its own
 // values. One of them moves the state of the shared channels on, when all have read it. Bit for bit the two kernels.
-namespace attnops::delta_conv::sm90 {
+namespace attnops::conv_step::sm90 {
 
 inline constexpr int kMostCtas = 8;  // of a cluster, on any GPU that has them
 inline constexpr int kWidth = 4;     // of the convolution
@@ -65,10 +65,11 @@ struct Channels {
 };
 
 // Grid: row blocks x heads x requests, in one dimension; clusters of a group's heads.
-template <typename State, int kMaxKeys, bool kChannels, int kRows>
-__global__ void __launch_bounds__(kStepThreads, step_ctas(kRows))
+template <typename State, int kMaxKeys, bool kChannels>
+__global__ void __launch_bounds__(kStepThreads, step_ctas(kStepRows))
     conv_step_kernel(const __grid_constant__ causal_conv1d::Params conv, const __grid_constant__ LinearStep p,
-                     int row_blocks, int ahead) {
+                     int row_blocks) {
+  constexpr int kRows = kStepRows;
   constexpr int kLanes = kMaxKeys / kLaneElements, kGroups = kStepThreads / kLanes;
   static_assert(kMaxKeys <= kStepThreads && kGroups * kRows <= kStepThreads, "a thread has one column and one value");
   using Part = RowPart<State, kLanes>;
@@ -148,9 +149,6 @@ __global__ void __launch_bounds__(kStepThreads, step_ctas(kRows))
   __syncthreads();
   // What was read of the convolution's state has been used, so it is over, and needs no fence of the whole GPU.
   attnops::sm90::cluster_arrive_relaxed();
-  if (ahead > 0 && threadIdx.x == kStepThreads - 1) {
-    ask_for_state<State>(p, request + ahead, head, row_block * kGroups * kRows, kGroups * kRows);
-  }
   const float key_scale = p.normalize ? rsqrtf(columns.sum(0) + kNormEpsilon) : 1.f;
   const float query_scale = p.scale * (p.normalize ? rsqrtf(columns.sum(1) + kNormEpsilon) : 1.f);
 
@@ -179,4 +177,4 @@ __global__ void __launch_bounds__(kStepThreads, step_ctas(kRows))
   }
 }
 
-}  // namespace attnops::delta_conv::sm90
+}  // namespace attnops::conv_step::sm90
