@@ -152,10 +152,11 @@ def test_what_is_left_of_old_tokens_alone_is_the_state(kind, noise):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["gdn", "ssd"])
+@pytest.mark.parametrize("kind", ["gdn", "kda", "ssd"])
 @pytest.mark.parametrize("keys, values", [(128, 128), (64, 64)])
 def test_prompts_alone_have_the_bits_of_many(keys, values, kind):
-    """Alone a prompt's chunks are made while others are taken, and among many before all of them."""
+    """Alone a prompt's chunks are made while others are taken, and among many before all of them. Among many two
+    warpgroups have the rows of a state that one has alone."""
     batch, tokens, heads, device = 48, 1000, 4, "cuda"
     generator = torch.Generator(device).manual_seed(keys)
     normal = lambda *shape: torch.randn(shape, generator=generator, device=device)  # noqa: E731
@@ -165,7 +166,7 @@ def test_prompts_alone_have_the_bits_of_many(keys, values, kind):
         normal(batch * tokens, heads),
         normal(batch * tokens, heads),
     )
-    before, rate = normal(batch, heads, values, keys), normal(heads)
+    before, rate, spread = normal(batch, heads, values, keys), normal(heads), normal(keys)
 
     def run(first: int, last: int):
         rows, states = slice(first * tokens, last * tokens), before[first:last].clone()
@@ -174,6 +175,10 @@ def test_prompts_alone_have_the_bits_of_many(keys, values, kind):
         given["prefix_lens"] = 7 * index[:-1] + 7 * first
         if kind == "gdn":
             out = ops.delta_prefill(q[rows], k[rows], v[rows], a[rows], b[rows], A_log=rate, dt_bias=rate, **given)
+        elif kind == "kda":
+            gate, bias = a[rows, :, None] + spread, spread.expand(heads, keys).contiguous()
+            own = {name: x.repeat_interleave(heads // 2, 1) for name, x in (("q", q[rows]), ("k", k[rows]))}
+            out = ops.delta_prefill(v=v[rows], a=gate, b=b[rows], A_log=rate, dt_bias=bias, **own, **given)
         else:
             out = ops.ssd_prefill(v[rows], a[rows], -rate.exp(), k[rows], q[rows], dt_softplus=True, **given)
         return out, states

@@ -1,9 +1,11 @@
 #pragma once
 #include "device/sm80/linear_chunk_local.cuh"
+#include "device/sm80/linear_chunk_near.cuh"
 
 // The part of a chunk that no state is needed for, where each channel of the keys has a gate of its own (section 3 of
 // arXiv 2510.26692). The decay then stands inside the sums over channels. Between blocks of 16 tokens it is split at
-// the first token of the later block, so that both parts are at most 1; within a block it is made for each pair.
+// the first token of the later block, so that both parts are at most 1; within a block it is made for each pair. That is
+// for chunks that decay a lot: others are linear_chunk_near.cuh's.
 namespace attnops {
 
 template <int kKeys>
@@ -13,7 +15,11 @@ struct ChannelsShared {
     alignas(1024) unsigned char rows[2 * kPanels * kPanelBytes];  // keys, then queries
     LocalProducts<1> made;
   };
-  float sums[1 + kChunk][kSumStride];  // of log-decays before a token's own, to base 2; of all in the last row
+  union {
+    float sums[1 + kChunk][kSumStride];  // of log-decays before a token's own, to base 2; of all in the last row
+    alignas(1024) NearShared<kKeys> near;
+  };
+  float2 scales[kChunk];  // of a token's key and query
   float coefficient[kChunk], key_scale[kChunk], query_scale[kChunk];
   float products[kChunk];  // of a token's own key and query, which decay nothing
 
@@ -68,11 +74,6 @@ __device__ __forceinline__ void sum_channels(const LinearStep& p, const ChunkPla
       }
     });
   }
-}
-
-// Two bf16 in a word, times two floats.
-__device__ __forceinline__ uint32_t scale_pair(uint32_t word, float low, float high) {
-  return pack2<__nv_bfloat16>(__uint_as_float(word << 16) * low, __uint_as_float(word & 0xffff0000u) * high);
 }
 
 // A word of a fragment, two channels from `c` on, under the decay from one row of sums to another.
@@ -236,6 +237,71 @@ __device__ __forceinline__ void store_decayed(const ChannelsShared<kKeys>& s, un
   }
 }
 
+// Each token's key and query times themselves and one another, of a warp's 16 rows: what they are scaled with, and the
+// product of both.
+template <int kKeys>
+__device__ __forceinline__ void scale_rows(const LinearStep& step, ChannelsShared<kKeys>& s) {
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const uint32_t keys = smem_address(s.keys()), queries = smem_address(s.queries());
+  float kk[2][4] = {}, qq[2][4] = {}, qk[2][4] = {};
+#pragma unroll
+  for (int i = 0; i < kKeys / 16; ++i) {
+    uint32_t k[4], q[4];
+    load_a(k, keys + i / 4 * kPanelBytes, 16 * warp, i % 4);
+    load_a(q, queries + i / 4 * kPanelBytes, 16 * warp, i % 4);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {  // the same rows as columns
+      mma_m16n8k16<__nv_bfloat16>(kk[n], k, k[n], k[n + 2]);
+      mma_m16n8k16<__nv_bfloat16>(qk[n], q, k[n], k[n + 2]);
+      mma_m16n8k16<__nv_bfloat16>(qq[n], q, q[n], q[n + 2]);
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (2 * t + i != g) continue;  // a row's products are with one lane
+      const int row = 16 * warp + g + 8 * r, at = 2 * r + i;
+      const float key_scale = step.normalize ? rsqrtf(kk[r][at] + kNormEpsilon) : 1.f;
+      const float query_scale = query_scale_of(step, step.normalize, qq[r][at]);
+      s.key_scale[row] = key_scale, s.query_scale[row] = query_scale;
+      s.scales[row] = make_float2(key_scale, query_scale);
+      s.products[row] = qk[r][at];
+    }
+  }
+}
+
+// Masked products of keys and queries that have their scales: the strict lower triangle, and a panel in `to`.
+template <int kKeys>
+__device__ __forceinline__ void put_near(ChannelsShared<kKeys>& s, const float (&kk)[4][2][4],
+                                         const float (&qk)[4][2][4], unsigned char* to) {
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int i = 16 * warp + g + 8 * h;
+    const float own = s.products[i] * s.key_scale[i] * s.query_scale[i];
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      uint32_t pair = 0;
+      if (n <= 2 * warp + 1) {
+        const int j = 8 * n + 2 * t;
+        const float* of = kk[n / 2][n % 2] + 2 * h;
+        float low = qk[n / 2][n % 2][2 * h], high = qk[n / 2][n % 2][2 * h + 1];
+        float2 keys = make_float2(of[0], of[1]);
+        if (n < 2 * warp) {
+          keys = make_float2(near_tf32(keys.x), near_tf32(keys.y));
+        } else {  // what lies on and above the diagonal of keys is not read
+          low = j == i ? own : j < i ? low : 0.f;
+          high = j + 1 == i ? own : j + 1 < i ? high : 0.f;
+        }
+        *reinterpret_cast<float2*>(&s.made.l[0].at[i][j]) = keys;
+        pair = pack2<__nv_bfloat16>(low, high);
+      }
+      *reinterpret_cast<uint32_t*>(to + panel_at(i, n) + 4 * t) = pair;
+    }
+  }
+}
+
 // Grid: heads x places, in one dimension.
 template <int kKeys>
 __global__ void __launch_bounds__(kLocalThreads, 3) chunk_channels_kernel(const __grid_constant__ LinearPrefill p) {
@@ -252,7 +318,8 @@ __global__ void __launch_bounds__(kLocalThreads, 3) chunk_channels_kernel(const 
   const uint32_t keys = smem_address(s.keys()), queries = smem_address(s.queries());
   copy_rows<kKeys / 64, kLocalThreads>(keys, step.k, group, chunk.begin, chunk.count, 0, step.key_dim);
   copy_rows<kKeys / 64, kLocalThreads>(queries, step.q, group, chunk.begin, chunk.count, 0, step.key_dim);
-  sum_channels(step, chunk, head, s);
+  float2 sums[ChannelPair<kKeys>::kTokens];
+  const bool own_near = sum_blocks(step, chunk, head, s.near, sums);
   if (threadIdx.x < kChunk) {
     const bool real = static_cast<int>(threadIdx.x) < chunk.count;
     s.coefficient[threadIdx.x] = real ? token_coefficient<true>(step, chunk.begin + threadIdx.x, head) : 0.f;
@@ -260,21 +327,30 @@ __global__ void __launch_bounds__(kLocalThreads, 3) chunk_channels_kernel(const 
     s.query_scale[threadIdx.x] = step.scale;
   }
   cp_async_wait_all();
+  const bool all_near = __syncthreads_and(own_near);
+  if (!all_near) sum_channels(step, chunk, head, s);
+  scale_rows(step, s);
+  constexpr ChunkScratch kLayout{.panels = kKeys / 64, .delta = true, .channels = true};
+  unsigned char* to = static_cast<unsigned char*>(p.scratch) + (place * step.num_heads + head) * kLayout.bytes();
   __syncthreads();
-  {
-    const int row = threadIdx.x / 2, half = threadIdx.x % 2;
-    const float product = row_product<kKeys>(s.keys(), s.queries(), row, half);
-    if (half == 0) s.products[row] = product;
-    if (step.normalize) {
-      const float key_norm = row_product<kKeys>(s.keys(), s.keys(), row, half);
-      const float query_norm = row_product<kKeys>(s.queries(), s.queries(), row, half);
-      if (half == 0) {
-        s.key_scale[row] = rsqrtf(key_norm + kNormEpsilon);
-        s.query_scale[row] = step.scale * rsqrtf(query_norm + kNormEpsilon);
-      }
-    }
-  }
   float kk[4][2][4] = {}, qk[4][2][4] = {};  // of the warp's 16 rows with each block of 16
+  if (all_near) {
+    decay_rows<kKeys>(sums, s.near, s.scales, s.rows, s.rows + kKeys / 64 * kPanelBytes, to + kLayout.keys_at());
+    float* factors = reinterpret_cast<float*>(to + kLayout.factors_at());
+    for (int c = threadIdx.x; c < kKeys; c += kLocalThreads) {
+      float all = 0.f;
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) all += s.near.totals[b][c];
+      factors[c] = exp2_approx(all);
+    }
+    __syncthreads();
+    multiply_blocks(s.near, keys, queries, warp, kk, qk);
+    __syncthreads();  // keys and queries have been read
+    put_near(s, kk, qk, to + kLayout.p_at());
+    __syncthreads();
+    invert<MeetCta>(s.made, 1, s.coefficient, 0);
+    return store_inverse(s.made.l[0], to);
+  }
   const bool near = decays_little(s, warp);
   multiply_rows(s, warp, near, kk, qk);
   if (!near) {
@@ -289,9 +365,6 @@ __global__ void __launch_bounds__(kLocalThreads, 3) chunk_channels_kernel(const 
       for (int i = 0; i < 8; ++i) qk[column][i / 4][i % 4] = own_qk[i / 4][i % 4];
     }
   }
-  __syncthreads();  // scales are made
-  constexpr ChunkScratch kLayout{.panels = kKeys / 64, .delta = true, .channels = true};
-  unsigned char* to = static_cast<unsigned char*>(p.scratch) + (place * step.num_heads + head) * kLayout.bytes();
   store_decayed(s, to + kLayout.keys_at());
   float* factors = reinterpret_cast<float*>(to + kLayout.factors_at());
   for (int c = threadIdx.x; c < kKeys; c += kLocalThreads) factors[c] = exp2_approx(s.sums_at(kChunk - 1)[c]);
@@ -300,15 +373,16 @@ __global__ void __launch_bounds__(kLocalThreads, 3) chunk_channels_kernel(const 
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int i = 16 * warp + g + 8 * h;
-    const float of_key = s.coefficient[i] * s.key_scale[i], of_query = s.query_scale[i];
+    const float of_key = s.key_scale[i], of_query = s.query_scale[i];
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
       const int j = 8 * n + 2 * t;
       const float low = s.key_scale[j], high = s.key_scale[j + 1];
       const float* keys_at = kk[n / 2][n % 2] + 2 * h;
       const float* queries_at = qk[n / 2][n % 2] + 2 * h;
-      *reinterpret_cast<float2*>(&s.made.l[0].at[i][j]) = make_float2(j < i ? of_key * low * keys_at[0] : 0.f,  //
-                                                                      j + 1 < i ? of_key * high * keys_at[1] : 0.f);
+      float2 pair = make_float2(j < i ? of_key * low * keys_at[0] : 0.f, j + 1 < i ? of_key * high * keys_at[1] : 0.f);
+      if (n < 2 * warp) pair = make_float2(near_tf32(pair.x), near_tf32(pair.y));
+      *reinterpret_cast<float2*>(&s.made.l[0].at[i][j]) = pair;
       const float own[2] = {j == i ? s.products[i] : queries_at[0], j + 1 == i ? s.products[i] : queries_at[1]};
       *reinterpret_cast<uint32_t*>(s.made.p[0] + panel_at(i, n) + 4 * t) =
           pack2<__nv_bfloat16>(j <= i ? of_query * low * own[0] : 0.f, j + 1 <= i ? of_query * high * own[1] : 0.f);
@@ -318,8 +392,8 @@ __global__ void __launch_bounds__(kLocalThreads, 3) chunk_channels_kernel(const 
   for (int i = threadIdx.x; i < kPanelBytes / 16; i += kLocalThreads) {
     reinterpret_cast<uint4*>(to + kLayout.p_at())[i] = reinterpret_cast<const uint4*>(s.made.p[0])[i];
   }
-  invert<MeetCta>(s.made, 1);
-  store_inverse(s.made.l[0], s.coefficient, to);
+  invert<MeetCta>(s.made, 1, s.coefficient, 0);
+  store_inverse(s.made.l[0], to);
 }
 
 template <int kKeys>

@@ -24,11 +24,16 @@ struct ChunkPlace {
   int64_t request, begin;
   int count;  // of tokens; 0: nothing is here
 
+  // Asked for by whole warps, which look at 32 requests at once.
   __device__ ChunkPlace(const LinearPrefill& p, int64_t place) : request(-1), begin(0), count(0) {
-    int64_t low = -1, high = p.step.batch_size;  // the last request whose chunks begin at or before the place
+    int low = -1, high = p.step.batch_size;  // the last request whose chunks begin at or before the place
     while (high - low > 1) {
-      const int64_t middle = (low + high) / 2;
-      (RequestChunks(p, middle).place <= place ? low : high) = middle;
+      const int step = static_cast<int>(static_cast<uint32_t>(high - low + 32) / 33);
+      const int probe = low + (static_cast<int>(threadIdx.x) % 32 + 1) * step;
+      const bool before = probe < high && p.first_token(probe) / kChunk + 2 * int64_t{probe} <= place;
+      const int last = 32 - __clz(static_cast<int>(__ballot_sync(0xffffffffu, before)));  // of the probes, from 1
+      high = min_of(high, low + (last + 1) * step);
+      low += last * step;
     }
     if (low < 0 || !p.in_pool(p.step.state_indices[low])) return;
     const RequestChunks chunks(p, low);
@@ -43,6 +48,7 @@ template <int kHeads, bool kQueries = true>
 struct LocalProducts {
   static constexpr int kStride = 68, kHeadsAtOnce = kHeads;
   struct Lower {
+    static constexpr int kRow = kStride;
     float at[kChunk][kStride];  // the strict lower triangle, then its inverse
     float pad[16];              // rows of two heads lie in different banks
   };
@@ -53,48 +59,34 @@ struct LocalProducts {
 // kQueries: whether the masked products of queries are made here.
 template <int kKeys, bool kQueries = true>
 struct LocalShared {
-  static constexpr int kPanels = kKeys / 64;
-  union {
-    alignas(1024) unsigned char rows[(kQueries ? 2 : 1) * kPanels * kPanelBytes];  // keys, then queries
-    LocalProducts<kLocalPair, kQueries> made;
-  };
+  using Made = LocalProducts<kLocalPair, kQueries>;
+  static constexpr int kRowBytes = (kQueries ? 2 : 1) * kKeys / 64 * kPanelBytes;
+  // Keys, then queries; then what is made of them. No union, whose end would be a multiple of 1024 bytes: six CTAs have
+  // all bytes of an SM.
+  alignas(1024) unsigned char rows[max_of(kRowBytes, static_cast<int>(sizeof(Made)))];
   float sums[kLocalHeads][kChunk];  // of log-decays, to base 2
   float coefficient[kLocalHeads][kChunk];
   float key_scale[kChunk], query_scale[kChunk];
+
+  __device__ Made& made() { return reinterpret_cast<Made&>(rows); }
 };
 
 // Rows of 16-bit tokens into panels; what is no token and no column becomes zeros.
 template <int kPanels, int kThreads>
 __device__ __forceinline__ void copy_rows(uint32_t panels, const StepRows& rows, int head, int64_t begin, int count,
                                           int first_column, int columns) {
+  constexpr int kAcross = kPanels * 8, kStep = kThreads / kAcross;
+  static_assert(kThreads % kAcross == 0 && kChunk % kStep == 0);
+  const int first = threadIdx.x % kThreads / kAcross, chunk = threadIdx.x % kAcross, column = first_column + chunk * 8;
   const char* base = static_cast<const char*>(rows.data) + 2 * (begin * rows.stride_request + head * rows.stride_head);
+  const char* from = base + 2 * (first * rows.stride_request + column);
 #pragma unroll
-  for (int i = 0; i < kPanels * kChunk * 8 / kThreads; ++i) {
-    const int at = i * kThreads + threadIdx.x % kThreads, row = at / (8 * kPanels), chunk = at % (8 * kPanels);
-    const int column = first_column + chunk * 8;
+  for (int i = 0; i < kChunk / kStep; ++i, from += 2 * kStep * rows.stride_request) {
+    const int row = first + i * kStep;
     const bool take = row < count && column < columns;
-    const char* from = base + (take ? 2 * (row * rows.stride_request + column) : 0);
-    cp_async_16(panels + chunk / 8 * kPanelBytes + panel_at(row, chunk % 8), from, take);
+    const uint32_t at = kStep % 8 == 0 ? panel_at(first, chunk % 8) + i * kStep * 128 : panel_at(row, chunk % 8);
+    cp_async_16(panels + chunk / 8 * kPanelBytes + at, take ? from : base, take);
   }
-}
-
-// The product of a row of one matrix with that of another, by two neighbouring lanes.
-template <int kKeys>
-__device__ __forceinline__ float row_product(const unsigned char* a, const unsigned char* b, int row, int half) {
-  float sum = 0.f;
-#pragma unroll
-  for (int c = 0; c < kKeys / 16; ++c) {
-    const int chunk = half * (kKeys / 16) + c;
-    const uint32_t at = chunk / 8 * kPanelBytes + panel_at(row, chunk % 8);
-    const uint4 x = *reinterpret_cast<const uint4*>(a + at), y = *reinterpret_cast<const uint4*>(b + at);
-    const uint32_t lefts[4] = {x.x, x.y, x.z, x.w}, rights[4] = {y.x, y.y, y.z, y.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float low = __uint_as_float(lefts[i] << 16), high = __uint_as_float(lefts[i] & 0xffff0000u);
-      sum = fmaf(low, __uint_as_float(rights[i] << 16), fmaf(high, __uint_as_float(rights[i] & 0xffff0000u), sum));
-    }
-  }
-  return sum + __shfl_xor_sync(0xffffffffu, sum, 1);
 }
 
 // Gates of two tokens a lane, as they lie.
@@ -283,7 +275,8 @@ template <class Lower>
 __device__ __forceinline__ void put_key_pair(Lower& lower, const float* product, int row, int column, float2 decay,
                                              float scale, bool inside) {
   float2 pair = make_float2(scale * decay.x * product[0], scale * decay.y * product[1]);
-  if (!inside) pair = make_float2(column >= row ? 0.f : pair.x, column + 1 >= row ? 0.f : pair.y);
+  pair = inside ? make_float2(near_tf32(pair.x), near_tf32(pair.y))
+                : make_float2(column >= row ? 0.f : pair.x, column + 1 >= row ? 0.f : pair.y);
   *reinterpret_cast<float2*>(&lower.at[row][column]) = pair;
 }
 
@@ -301,7 +294,7 @@ __device__ __forceinline__ void put_products(const TokenProducts& made, const To
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     query_scale[r] = kQueries ? scales.query[first + 8 * r] : 0.f;
-    key_scale[r] = scales.key[first + 8 * r] * scales.coefficient[first + 8 * r];
+    key_scale[r] = scales.key[first + 8 * r];
   }
   each_pair_of_tokens(scales.sums, scales.key, [&](int n, int r, int row, int column, float2 decay) {
     const int at = 4 * n + 2 * r;
@@ -370,7 +363,7 @@ __device__ __forceinline__ void make_chunk(const LinearPrefill& p, LocalShared<k
     if constexpr (kQueries) put_query_scales<kDelta>(step, products.query_query, s.query_scale);
     Meet::meet();
   }
-  auto& made = s.made;
+  auto& made = s.made();
   constexpr ChunkScratch kLayout{.panels = kKeys / 64, .delta = kDelta, .channels = false};
   for (int first = 0; first < heads; first += kLocalPair) {
     const int count = min_of(kLocalPair, heads - first);
@@ -400,14 +393,14 @@ __device__ __forceinline__ void make_chunk(const LinearPrefill& p, LocalShared<k
         }
       }
     }
-    for (int at = thread; at < count * kChunk; at += kLocalThreads) {
-      const int h = at / kChunk;
+    static_assert(kLocalPair * kChunk == kLocalThreads);
+    if (const int h = thread / kChunk; h < count) {
       put_factors<kDelta, Meet::kMarks, kQueries>(
-          scales(h), at % kChunk, reinterpret_cast<float*>(to + h * kLayout.bytes() + kLayout.factors_at()));
+          scales(h), thread % kChunk, reinterpret_cast<float*>(to + h * kLayout.bytes() + kLayout.factors_at()));
     }
     if constexpr (kDelta) {
-      invert<Meet>(made, count);
-      for (int h = 0; h < count; ++h) store_inverse(made.l[h], scales(h).coefficient, to + h * kLayout.bytes());
+      invert<Meet>(made, count, s.coefficient[first], kChunk);
+      for (int h = 0; h < count; ++h) store_inverse(made.l[h], to + h * kLayout.bytes());
     }
     Meet::meet();
     if constexpr (Meet::kMarks) {
@@ -420,7 +413,7 @@ __device__ __forceinline__ void make_chunk(const LinearPrefill& p, LocalShared<k
 template <int kKeys, bool kDelta, class Meet, bool kQueries>
 __global__ void __launch_bounds__(kLocalThreads, kKeys > 128 ? 2
                                                  : kQueries  ? 4
-                                                 : kDelta    ? 5
+                                                 : kDelta    ? 6
                                                              : 8)
     chunk_local_kernel(const __grid_constant__ LinearPrefill p, int groups, int parts) {
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -438,6 +431,7 @@ void launch_chunk_local(const char* what, const LinearPrefill& p, cudaStream_t s
   if (blocks > INT32_MAX) throw std::runtime_error(std::string(what) + ": more than 2^31 chunks of heads");
   if (blocks == 0) return;  // a grid of zero CTAs is a launch error
   constexpr int kBytes = static_cast<int>(sizeof(LocalShared<kKeys, kQueries>));
+  static_assert(kQueries || kKeys > 128 || 6 * (kBytes + 1024) <= 228 << 10);
   const LaunchShape shape{
       .blocks = static_cast<int>(blocks), .threads = kLocalThreads, .shared_bytes = kBytes, .max_shared_bytes = kBytes};
   launch_dependent<&chunk_local_kernel<kKeys, kDelta, Meet, kQueries>>(what, shape, stream, p, groups, parts);

@@ -10,7 +10,7 @@
 namespace attnops::sm90 {
 
 // Bytes of shared memory of the largest kernel for keys of kKeys elements.
-template <int kKeys, bool kDelta, bool kChannels, int kMostGroups = kChannels ? 1 : 2>
+template <int kKeys, bool kDelta, bool kChannels, int kMostGroups = 2>
 inline constexpr int kChunkSharedBytes =
     static_cast<int>(max_of(sizeof(RingShared<kKeys, kDelta, kChannels, kMostGroups, Part::kWhole, !kChannels>),
                             max_of(sizeof(RingShared<kKeys, kDelta, kChannels, 1, Part::kWhole, !kChannels>),
@@ -57,6 +57,10 @@ void launch_linear_chunks(const char* what, const LinearPrefill& p, cudaStream_t
     return launch_chunk_ring<ChunkRing<kKeys, kDelta, kChannels, 1, Part::kWhole, true>>(what, p, sms, false, stream);
   }
   if constexpr (kChannels) {
+    const int64_t works = int64_t{p.step.batch_size} * p.step.num_heads * ceil_div(p.step.value_dim, 64);
+    if (p.step.value_dim > 64 && works > sms) {
+      return launch_chunk_ring<ChunkRing<kKeys, kDelta, kChannels, 2>>(what, p, sms, false, stream);
+    }
     launch_chunk_ring<ChunkRing<kKeys, kDelta, kChannels, 1>>(what, p, sms, false, stream);
   }
 }

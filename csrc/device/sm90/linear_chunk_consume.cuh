@@ -5,6 +5,7 @@
 #include "device/sm90/barrier.cuh"
 #include "device/sm90/linear_chunk_multiply.cuh"
 #include "device/sm90/linear_chunk_walk.cuh"
+#include "device/sm90/store_box.cuh"
 #include "device/sm90/wgmma_rows_registers.cuh"
 
 namespace attnops::sm90 {
@@ -28,12 +29,27 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
   static constexpr bool kOutputs = kPart != Part::kEnds;
   static constexpr int kGroupThreads = 128;
   static constexpr int kMeeting = (kGroups + (kOutputs ? 1 : 0)) * kGroupThreads, kThreads = kMeeting + kGroupThreads;
+  // That say when they have read a stage: a thread of each warp that makes outputs, since its stores are one thread's.
+  static constexpr int kReaders = kGroups * kGroupThreads + (kOutputs ? 4 : 0);
 
-  __device__ ChunkConsumers(const LinearPrefill& prefill, Shared& shared, const ChunkCuts* cuts = nullptr)
-      : Base(prefill, reinterpret_cast<typename Base::Shared&>(shared)), ring_(shared), cuts_(cuts) {}
+  __device__ ChunkConsumers(const LinearPrefill& prefill, Shared& shared, const ChunkCuts* cuts = nullptr,
+                            const RingMaps* out_maps = nullptr)
+      : Base(prefill, reinterpret_cast<typename Base::Shared&>(shared)),
+        ring_(shared),
+        cuts_(cuts),
+        out_maps_(out_maps) {}
 
  protected:
-  enum Barrier { kStateThere = 1, kStateFree, kUpdatesThere, kUpdatesFree };
+  // Each group of states meets the outputs by itself.
+  enum Barrier { kStateThere = 1, kStateFree, kUpdatesThere, kUpdatesFree, kBarriers = 4 };
+  static constexpr int kMeetingOfGroup = 2 * kGroupThreads;
+
+  __device__ static void meet(Barrier barrier, int group) {
+    named_barrier_sync(barrier + kBarriers * group, kMeetingOfGroup);
+  }
+  __device__ static void tell(Barrier barrier, int group) {
+    named_barrier_arrive(barrier + kBarriers * group, kMeetingOfGroup);
+  }
 
   __device__ void run_states(int group) {
     const LinearStep& p = this->p_;
@@ -62,11 +78,11 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
         wgmma_commit();
       }
       if constexpr (kOutputs) {
-        named_barrier_sync(kStateFree, kMeeting);  // no branch: products are in flight
+        meet(kStateFree, group);  // no branch: products are in flight
 #pragma unroll
         for (int i = 0; i < kKeys / 16; ++i) put(state[i], ring_.state[group] + i / 4 * kPanelBytes, i % 4);
         fence_async_proxy();
-        named_barrier_arrive(kStateThere, kMeeting);
+        tell(kStateThere, group);
       }
       this->decay_state(stage);
       if constexpr (kDelta) {
@@ -112,11 +128,11 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
       wgmma_commit();
       if constexpr (kOutputs) {
         if constexpr (kDelta) Base::pack_tokens(a, u);
-        named_barrier_sync(kUpdatesFree, kMeeting);
+        meet(kUpdatesFree, group);
 #pragma unroll
         for (int j = 0; j < 4; ++j) put(a[j], ring_.updates(turn, group), j);
         fence_async_proxy();
-        named_barrier_arrive(kUpdatesThere, kMeeting);
+        tell(kUpdatesThere, group);
       }
       wgmma_wait<0>(this->state_);
       if constexpr (kPart == Part::kEnds) {
@@ -137,8 +153,8 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
       }
     }
     if constexpr (kOutputs) {
-      named_barrier_sync(kStateFree, kMeeting);  // what the outputs have told last
-      named_barrier_sync(kUpdatesFree, kMeeting);
+      meet(kStateFree, group);  // what the outputs have told last
+      meet(kUpdatesFree, group);
     }
   }
 
@@ -199,8 +215,9 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
   // A warp has 16 tokens.
   __device__ void run_outputs() {
     const LinearStep& p = this->p_;
-    named_barrier_arrive(kStateFree, kMeeting);
-    named_barrier_arrive(kUpdatesFree, kMeeting);
+    for (int v = 0; v < kGroups; ++v) tell(kStateFree, v), tell(kUpdatesFree, v);
+    const bool first_lane = threadIdx.x % 32 == 0;
+    int held = -1;  // the stage whose place the copy engine may still read
     for (Turn turn;; turn.next()) {
       Stage& stage = ring_.stages[turn.stage];
       float o[kGroups][32];
@@ -216,11 +233,16 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
         decays[0] = stage.factors[1][16 * this->warp_ + this->g_];
         decays[1] = stage.factors[1][16 * this->warp_ + this->g_ + 8];
       }
-      named_barrier_sync(kStateThere, kMeeting);
-      wgmma_fence();
+      if (held >= 0 && first_lane) {
+        wait_for_reads();
+        if constexpr (!Shared::kOutsApart) mbarrier_arrive(smem_address(&ring_.empty_[held]));
+      }
+      held = -1;
       const uint32_t queries = smem_address(ring_.queries(turn));
 #pragma unroll
       for (int v = 0; v < kGroups; ++v) {
+        meet(kStateThere, v);
+        wgmma_fence();
         const uint32_t state = smem_address(ring_.state[v]);
 #pragma unroll
         for (int i = 0; i < kKeys / 16; ++i) {
@@ -228,20 +250,19 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
           wgmma_n64<Bf16>(o[v], operand_descriptor(queries + panel) + i % 4 * kStepKMajor,
                           operand_descriptor(state + panel) + i % 4 * kStepKMajor, i > 0);
         }
+        wgmma_commit();
       }
-      wgmma_commit();
-      wait(o);
-      named_barrier_arrive(kStateFree, kMeeting);
+      wait(o, kStateFree);
       if constexpr (!kChannels) {
 #pragma unroll
         for (int i = 0; i < 32 * kGroups; ++i) o[i / 32][i % 32] *= decays[i / 2 % 2];
       }
-      named_barrier_sync(kUpdatesThere, kMeeting);
-      wgmma_fence();
       uint32_t products = 0;
       if constexpr (!kMakes) products = smem_address(stage.p);
 #pragma unroll
       for (int v = 0; v < kGroups; ++v) {
+        meet(kUpdatesThere, v);
+        wgmma_fence();
         const uint32_t updates = smem_address(ring_.updates(turn, v));
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -252,18 +273,17 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
             wgmma_n64<Bf16>(o[v], operand_descriptor(products) + j * kStepKMajor, columns, 1);
           }
         }
+        wgmma_commit();
       }
-      wgmma_commit();
-      wait(o);
-      named_barrier_arrive(kUpdatesFree, kMeeting);
+      wait(o, kUpdatesFree);
       if constexpr (!kDelta) {
         if (p.skip != nullptr) {
 #pragma unroll
           for (int v = 0; v < kGroups; ++v) add_values(stage.v + v * kPanelBytes, p.skip[note.head], o[v]);
         }
       }
-      if constexpr (Shared::kOutsApart) mbarrier_arrive(ring_.empty(turn));
       __syncwarp();  // the chunk before has been read
+      if (Shared::kOutsApart && first_lane) mbarrier_arrive(ring_.empty(turn));
 #pragma unroll
       for (int v = 0; v < kGroups; ++v) {
 #pragma unroll
@@ -273,14 +293,30 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
           put(a, ring_.out(turn, v), j);
         }
       }
+      if (out_maps_->out_there && note.size == kChunk && (kDelta || p.z.data == nullptr)) {
+        fence_async_proxy();
+        __syncwarp();
+        if (first_lane) {
+#pragma unroll
+          for (int v = 0; v < kGroups; ++v) {
+            store_box(&out_maps_->out, smem_address(ring_.out(turn, v)) + 16 * this->warp_ * 128,
+                      note.first_row + 64 * v, static_cast<int>(note.begin) + 16 * this->warp_, note.head);
+          }
+          commit_stores();
+        }
+        held = turn.stage;
+        continue;
+      }
       __syncwarp();
 #pragma unroll
       for (int v = 0; v < kGroups; ++v) store_tokens(note, ring_.out(turn, v), v);
       if constexpr (!Shared::kOutsApart) {  // they lie where queries were
         fence_async_proxy();
-        mbarrier_arrive(ring_.empty(turn));
+        __syncwarp();
+        if (first_lane) mbarrier_arrive(ring_.empty(turn));
       }
     }
+    if (first_lane) wait_for_stores();
   }
 
   // The masked products of queries with keys, and what the state says of queries is multiplied with.
@@ -311,12 +347,14 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
     });
   }
 
-  __device__ static void wait(float (&o)[kGroups][32]) {
-    if constexpr (kGroups == 1) {
-      wgmma_wait<0>(o[0]);
-    } else {
-      wgmma_wait<0>(o[0], o[1]);
+  // Until a group's products are over, one after another; `free` tells that group.
+  __device__ static void wait(float (&o)[kGroups][32], Barrier free) {
+    if constexpr (kGroups > 1) {
+      wgmma_wait<1>(o[0]);
+      tell(free, 0);
     }
+    wgmma_wait<0>(o[kGroups - 1]);
+    tell(free, kGroups - 1);
   }
 
   __device__ void add_values(const unsigned char* values, float skip, float (&o)[32]) const {
@@ -358,6 +396,7 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
 
   Shared& ring_;
   const ChunkCuts* cuts_;
+  const RingMaps* out_maps_;  // for outputs
 };
 
 }  // namespace attnops::sm90

@@ -21,19 +21,20 @@ struct RingTurn {
 template <int kKeys_, bool kDelta_, bool kChannels_, int kGroups_, Part kPart_ = Part::kWhole, bool kMakes_ = false>
 struct RingShared {
   static constexpr int kKeys = kKeys_, kGroups = kGroups_;
-  static constexpr bool kDelta = kDelta_, kChannels = kChannels_, kMakes = false, kOutsApart = true;
+  static constexpr bool kDelta = kDelta_, kChannels = kChannels_, kMakes = false;
+  static constexpr bool kOutsApart = kGroups == 1 || !kChannels || kKeys < 64 * kGroups;  // else where queries were
   static constexpr Part kPart = kPart_;
   using Note = std::conditional_t<kPart == Part::kWhole, ChunkNote, SegmentNote>;
   using Stage = typename PassShared<kKeys, kDelta, kChannels, 4 * kGroups>::Stage;
-  static constexpr int kCopyBytes = kGroups * (kKeys / 64 + 2) * kPanelBytes;
+  static constexpr int kCopyBytes = kGroups * (kKeys / 64 + (kOutsApart ? 2 : 1)) * kPanelBytes;
   static constexpr int kStages = 3 * sizeof(Stage) + kCopyBytes <= 226 << 10 ? 3 : 2;
 
   using Turn = RingTurn<kStages>;
 
   Stage stages[kStages];
-  alignas(1024) unsigned char state[kGroups][kKeys / 64 * kPanelBytes];  // [values, keys], at the chunk's begin
-  unsigned char u[kGroups][kPanelBytes];                                 // [values, tokens]
-  unsigned char o[kGroups][kPanelBytes];                                 // [tokens, values]
+  alignas(1024) unsigned char state[kGroups][kKeys / 64 * kPanelBytes];      // [values, keys], at the chunk's begin
+  unsigned char u[kGroups][kPanelBytes];                                     // [values, tokens]
+  unsigned char o[kOutsApart ? kGroups : 1][kOutsApart ? kPanelBytes : 16];  // [tokens, values]
   Note notes[kStages];
   alignas(8) uint64_t full_[kStages], empty_[kStages];
 
@@ -45,7 +46,9 @@ struct RingShared {
   }
   __device__ unsigned char* queries(const Turn& turn) { return stages[turn.stage].q; }
   __device__ unsigned char* updates(const Turn&, int group) { return u[group]; }
-  __device__ unsigned char* out(const Turn&, int group) { return o[group]; }
+  __device__ unsigned char* out(const Turn& turn, int group) {
+    return kOutsApart ? o[group] : stages[turn.stage].q + group * kPanelBytes;
+  }
 };
 
 // The masked products of queries are made where outputs are, and have no place. Outputs have one in shared memory where
@@ -130,7 +133,6 @@ class ChunkRing : public ChunkConsumers<RingShared<kKeys_, kDelta_, kChannels_, 
   using Base::kGroupThreads;
   using Base::kKeys;
   using Base::kMakes;
-  using Base::kMeeting;
   using Base::kOutputs;
   using Base::kPart;
   using typename Base::Note;
@@ -141,15 +143,15 @@ class ChunkRing : public ChunkConsumers<RingShared<kKeys_, kDelta_, kChannels_, 
 
   // marked: whether chunks are made while this runs.
   __device__ ChunkRing(const LinearPrefill& prefill, const RingMaps& maps, Shared& shared, bool marked)
-      : Base(prefill, shared), maps_(maps), marked_(marked) {}
+      : Base(prefill, shared, nullptr, &maps), maps_(maps), marked_(marked) {}
   __device__ ChunkRing(const LinearPrefill& prefill, const RingMaps& maps, Shared& shared, const ChunkCuts& cuts)
-      : Base(prefill, shared, &cuts), maps_(maps), marked_(false) {}
+      : Base(prefill, shared, &cuts, &maps), maps_(maps), marked_(false) {}
 
   // works: of requests, heads and row_blocks blocks of rows; a CTA takes every gridDim.x-th.
   __device__ void run(int works, int row_blocks) {
     if (threadIdx.x < kStages) {
       mbarrier_init(smem_address(&this->ring_.full_[threadIdx.x]), kGroupThreads + 1);
-      mbarrier_init(smem_address(&this->ring_.empty_[threadIdx.x]), kMeeting);
+      mbarrier_init(smem_address(&this->ring_.empty_[threadIdx.x]), Base::kReaders);
       mbarrier_init_fence();
     }
     __syncthreads();

@@ -12,6 +12,8 @@ namespace attnops::sm90 {
 struct RingMaps {
   CUtensorMap q, k, v;
   bool there;
+  CUtensorMap out;  // of 16 tokens
+  bool out_there;
 };
 
 inline RingMaps make_ring_maps(const LinearPrefill& p) {
@@ -22,18 +24,24 @@ inline RingMaps make_ring_maps(const LinearPrefill& p) {
     maps.there = maps.there && rows->stride_request > 0 && rows->stride_head > 0;
   }
   if (!maps.there) return maps;
-  const auto map_of = [&](const StepRows& rows, int columns, int heads) {
+  const auto map_of = [&](const StepRows& rows, int columns, int heads, uint32_t tokens = kChunk) {
     return make_tensor_map(
         {.dtype = DType::kBFloat16,
          .base = rows.data,
          .extents = {static_cast<uint64_t>(columns), static_cast<uint64_t>(p.num_tokens), static_cast<uint64_t>(heads)},
          .strides = {static_cast<uint64_t>(2 * rows.stride_request), static_cast<uint64_t>(2 * rows.stride_head)},
-         .box_rows = kChunk});
+         .box_rows = tokens});
   };
   const int groups = step.num_heads / step.heads_per_group;
   maps.q = map_of(step.q, step.key_dim, groups);
   maps.k = map_of(step.k, step.key_dim, groups);
   maps.v = map_of(step.v, step.value_dim, step.num_heads);
+  maps.out_there = step.out_stride_request > 0 && step.out_stride_head > 0;
+  if (maps.out_there) {
+    const StepRows out{
+        .data = step.out, .stride_request = step.out_stride_request, .stride_head = step.out_stride_head};
+    maps.out = map_of(out, step.value_dim, step.num_heads, 16);
+  }
   return maps;
 }
 

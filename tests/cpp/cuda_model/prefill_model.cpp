@@ -52,7 +52,7 @@ void ring(const LinearPrefill& p, int ctas, bool marked = false) {
   const int row_blocks = ceil_div(p.step.value_dim, Ring::kRows),
             works = p.step.batch_size * p.step.num_heads * row_blocks;
   sm90::RingMaps maps = sm90::make_ring_maps(p);
-  if (ctas % 2 == 0) maps.there = false;
+  if (ctas % 2 == 0) maps.there = maps.out_there = false;
   run_grid(std::max(std::min(works, ctas), 1), Ring::kThreads,
            [&] { sm90::chunk_ring_kernel<Ring>(p, maps, works, row_blocks, marked); });
 }
@@ -135,7 +135,9 @@ void chunks(const LinearPrefill& p) {
         return turn % 2 == 1 ? ring<sm90::ChunkRing<kKeys, kDelta, kChannels, 2, kWhole, true>>(p, ctas)
                              : ring<sm90::ChunkRing<kKeys, kDelta, kChannels, 1, kWhole, true>>(p, ctas);
       } else {
-        return ring<sm90::ChunkRing<kKeys, kDelta, kChannels, 1>>(p, 1 + turn++ / 2 % 5);
+        const int ctas = 1 + turn++ / 2 % 5;
+        return turn % 2 == 1 ? ring<sm90::ChunkRing<kKeys, kDelta, kChannels, 2>>(p, ctas)
+                             : ring<sm90::ChunkRing<kKeys, kDelta, kChannels, 1>>(p, ctas);
       }
     }
   }

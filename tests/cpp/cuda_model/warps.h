@@ -168,6 +168,17 @@ void run_grid(int64_t blocks, int threads, Body body) {
 }  // namespace cuda_model
 
 inline void __syncthreads() { cuda_model::meet_cta(); }
+inline bool __syncthreads_and(bool own) {
+  static bool all;
+  cuda_model::meet_cta();
+  all = true;
+  cuda_model::meet_cta();
+  all = all && own;
+  cuda_model::meet_cta();
+  const bool result = all;
+  cuda_model::meet_cta();
+  return result;
+}
 inline void __syncwarp() { cuda_model::Lanes<int> meet(0); }
 inline float __shfl_xor_sync(unsigned, float x, int distance) {
   return cuda_model::Lanes<float>(x)[cuda_model::cta->current % 32 ^ distance];
@@ -208,6 +219,8 @@ inline float __uint_as_float(uint32_t x) {
 }
 #define __expf expf
 #define __logf logf
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
 template <typename T>
