@@ -125,18 +125,6 @@ __device__ inline void copy_bytes(uint32_t shared, const void* global, int bytes
                : "memory");
 }
 
-// One box of a 3-dimensional tensor map, out of shared memory; what lies outside of the tensor is left out. The
-// thread's boxes up to `commit_stores` are a group.
-__device__ inline void store_box(const CUtensorMap* map, uint32_t shared, int x, int y, int z) {
-  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
-               "r"(shared), "r"(x), "r"(y), "r"(z)
-               : "memory");
-}
-__device__ inline void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-
-// Waits until the thread's stores have read shared memory.
-__device__ inline void wait_for_stores_to_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-
 // Asks for a box of a 4-dimensional tensor map to be in L2 soon. What lies outside the tensor is not touched.
 __device__ inline void prefetch_box(const CUtensorMap* map, int x, int y, int z, int w) {
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(x), "r"(y),

@@ -92,7 +92,7 @@ class Consumer {
   // Gives the place back that rows have left through.
   __device__ void finish_store() {
     if (!kListed || stored_ < 0) return;
-    if (lane_ == 0) attnops::sm90::wait_for_stores_to_read();
+    if (lane_ == 0) attnops::sm90::wait_for_reads();
     __syncwarp();
     release(stored_, kPart);
     stored_ = -1;

@@ -1,4 +1,5 @@
 #pragma once
+#include "device/sm90/store_box.cuh"
 #include "mla_decode/sm90/epilogue.cuh"
 
 // From an accumulator to the output or to a partial result, in as few instructions as it takes: a CTA runs this once or
