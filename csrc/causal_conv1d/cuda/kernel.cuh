@@ -53,6 +53,23 @@ class Elements {
     x.set(*reinterpret_cast<const Access*>(from));
     return x;
   }
+  // What another CTA reads much later stays in L2 until then.
+  __device__ static Elements load_kept(const T* from) {
+#if defined(__CUDA_ARCH__)
+    if constexpr (sizeof(Access) == 16) {
+      uint64_t policy;
+      uint4 bits;
+      asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+      asm volatile("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                   : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
+                   : "l"(from), "l"(policy));
+      Elements x;
+      x.set(bits);
+      return x;
+    }
+#endif
+    return load(from);
+  }
   __device__ void store(T* to) const { *reinterpret_cast<Access*>(to) = access(); }
 
   // Element i is the one whose bits are `bits(i)`.
@@ -320,7 +337,7 @@ struct Walk {
       store_state(newest, slot, layout, p);
     } else {
 #pragma unroll
-      for (int j = 0; j < kHistory; ++j) window[j] = Lane::load(x(max_of(begin - kHistory + j, first)));
+      for (int j = 0; j < kHistory; ++j) window[j] = Lane::load_kept(x(max_of(begin - kHistory + j, first)));
     }
   }
 

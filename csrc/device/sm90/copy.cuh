@@ -70,6 +70,16 @@ __device__ inline void copy_box_to_ctas(uint32_t shared, const CUtensorMap* map,
       : "memory");
 }
 
+// The same of a 3-dimensional tensor map.
+__device__ inline void copy_box_to_ctas(uint32_t shared, const CUtensorMap* map, uint32_t barrier, int x, int y, int z,
+                                        int ctas) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
+      "{%3, %4, %5}], [%2], %6;" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"(static_cast<uint16_t>(ctas))
+      : "memory");
+}
+
 // The same of a 5-dimensional tensor map.
 __device__ inline void copy_box(uint32_t shared, const CUtensorMap* map, uint32_t barrier, int x, int y, int z, int w,
                                 int v) {

@@ -13,7 +13,7 @@ struct ChunkCuts {
 
 // Microseconds of an H200: a chunk of 64 rows in either pass, where all SMs are busy, and what else a call takes.
 struct CutCosts {
-  float chunk = 1.6f, end = 1.3f, join = 1.1f, joins = 3.f, launches = 6.f, made = 0.0215f;
+  float chunk = 1.6f, state_space_chunk = 1.2f, end = 1.3f, join = 1.1f, joins = 3.f, launches = 6.f, made = 0.0215f;
 };
 
 // Chunks of a segment at most; 0: whole prompts are as fast. From extents alone: prompts are taken to be of one length.
@@ -23,7 +23,8 @@ inline int choose_cut(const LinearPrefill& p, int keys, bool delta, int sms) {
   const int64_t blocks = ceil_div(step.value_dim, 64), maps = delta ? keys / 64 : 0;
   const int64_t chunks = batch == 0 ? 0 : ceil_div(p.num_tokens, batch * kChunk);
   if (!p.cut || room == 0) return 0;
-  const CutCosts us;
+  CutCosts us;
+  if (!delta) us.chunk = us.state_space_chunk;
   // Chunks are made before the pass: while it runs, where a delta rule's prompts are whole.
   const float made = delta ? us.made * static_cast<float>(chunks * batch * heads) : 0.f;
   float least = 0.9f * us.chunk * static_cast<float>(chunks * ceil_div(batch * heads * blocks, int64_t{sms}));

@@ -63,19 +63,30 @@ class ChunkWalk {
   __device__ ChunkWalk(const LinearPrefill& prefill, int works, int row_blocks)
       : prefill_(prefill), works_(works), row_blocks_(row_blocks), work_(blockIdx.x - gridDim.x) {}
 
-  // False: none is left.
-  __device__ bool next(ChunkNote& note) {
+  // To the next one. False: none is left.
+  __device__ bool advance() {
     while (chunk_ == count_) {
       work_ += static_cast<int>(gridDim.x);
       if (work_ >= works_) return false;
       begin_work();
     }
-    const int64_t c = chunk_++;
+    ++chunk_;
+    return true;
+  }
+
+  __device__ bool next(ChunkNote& note) {
+    if (!advance()) return false;
+    describe(note);
+    return true;
+  }
+
+  // The last chunk.
+  __device__ void describe(ChunkNote& note) const {
+    const int64_t c = chunk_ - 1;
     note = {chunks_.begin(c), chunks_.size(c), head_, first_row_, -1, -1, -1, c == 0};
     if (c == 0 && prefix_ != 0) note.start = slot_;
     if (c == count_ - 1) note.written = slot_;
     note.kept = static_cast<int>(prefill_.checkpoint(request_, prefix_ + note.begin + note.size - chunks_.first));
-    return true;
   }
 
   // Of the last chunk: its place in scratch, and how many follow of its request.
@@ -139,13 +150,24 @@ class SegmentWalk {
         blocks_(row_blocks + (kEnds && kDelta ? kKeys / kRows : 0)),
         work_(blockIdx.x - gridDim.x) {}
 
-  __device__ bool next(SegmentNote& note) {
+  __device__ bool advance() {
     while (chunk_ == end_) {
       work_ += static_cast<int>(gridDim.x);
       if (work_ >= works_) return false;
       begin_work();
     }
-    const int c = chunk_++;
+    ++chunk_;
+    return true;
+  }
+
+  __device__ bool next(SegmentNote& note) {
+    if (!advance()) return false;
+    describe(note);
+    return true;
+  }
+
+  __device__ void describe(SegmentNote& note) const {
+    const int c = chunk_ - 1;
     note.begin = chunks_.begin(c), note.size = chunks_.size(c), note.head = head_, note.first_row = first_row_;
     note.start = note.kept = note.written = note.from = note.copy = note.to = -1;
     note.first = c == begin_, note.map = map_;
@@ -156,7 +178,6 @@ class SegmentWalk {
       if (c == count_ - 1) note.written = slot_;
       note.kept = static_cast<int>(prefill_.checkpoint(request_, prefix_ + note.begin + note.size - chunks_.first));
     }
-    return true;
   }
 
   __device__ int64_t place() const { return chunks_.place + chunk_ - 1; }

@@ -1,14 +1,14 @@
-#include "device/sm90/linear_chunk.cuh"
 #include "ssd/sm90/chunks.h"
+#include "ssd/sm90/ring.cuh"
 
 namespace attnops::ssd::sm90 {
 
 template <>
-const int Chunks<64>::kSharedBytes = attnops::sm90::kChunkSharedBytes<64, false, false>;
+const int Chunks<64>::kSharedBytes = attnops::sm90::kSsdSharedBytes<64>;
 
 template <>
 void Chunks<64>::launch(const LinearPrefill& params, CUstream_st* stream) {
-  attnops::sm90::launch_linear_chunks<64, false, false>("ssd_prefill", params, stream);
+  attnops::sm90::launch_ssd_chunks<64>(params, stream);
 }
 
 }  // namespace attnops::ssd::sm90

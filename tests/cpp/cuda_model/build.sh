@@ -4,7 +4,7 @@ set -e
 here=$(cd "$(dirname "$0")" && pwd); root=$here/../../..; out=$(realpath -m "$1"); work=$(mktemp -d)
 mkdir -p $work/csrc; cp -r $root/csrc/. $work/csrc/
 # Shared variables of a kernel are static: CTAs run one after another.
-find $work/csrc/device $work/csrc/conv_step \( -name 'linear_*.cuh' -o -name block_scan.cuh -o -name step.cuh \) -exec sed -i -E 's/extern __shared__ __align__\([0-9]+\) (unsigned char|float) (memory|shared)\[\];//; s/__shared__ /static /' {} +
+find $work/csrc/device $work/csrc/conv_step $work/csrc/ssd \( -name 'linear_*.cuh' -o -name ring.cuh -o -name block_scan.cuh -o -name step.cuh \) -exec sed -i -E 's/extern __shared__ __align__\([0-9]+\) (unsigned char|float) (memory|shared)\[\];//; s/__shared__ /static /' {} +
 rm $work/csrc/device/sm80/{mma,cp_async,log2}.cuh $work/csrc/device/common/{launch_dependent,semaphore}.cuh \
   $work/csrc/device/sm90/{barrier,cluster,copy,proxy,store_box,wgmma_rows_registers}.cuh \
   $work/csrc/device/sm90/tensor_map.h

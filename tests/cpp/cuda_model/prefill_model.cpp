@@ -25,6 +25,7 @@
 #include "device/sm90/linear_chunk_multiply.cuh"
 #include "device/sm90/linear_chunk_ring.cuh"
 #include "ssd/checks.h"
+#include "ssd/sm90/ring.cuh"
 
 namespace attnops {
 namespace {
@@ -55,6 +56,15 @@ void ring(const LinearPrefill& p, int ctas, bool marked = false) {
   if (ctas % 2 == 0) maps.there = maps.out_there = false;
   run_grid(std::max(std::min(works, ctas), 1), Ring::kThreads,
            [&] { sm90::chunk_ring_kernel<Ring>(p, maps, works, row_blocks, marked); });
+}
+
+template <class Ring>
+void ssd_ring(const LinearPrefill& p, const sm90::ChunkCuts& cuts, int works, int ctas, bool boxes) {
+  if (sizeof(typename Ring::Shared) > sizeof(memory)) std::abort();
+  sm90::RingMaps maps = sm90::make_ring_maps(p);
+  maps.there = maps.there && boxes;
+  run_grid(std::max(std::min(works, ctas), 1), Ring::kThreads,
+           [&] { sm90::ssd_ring_kernel<Ring>(p, maps, cuts, works, ceil_div(p.step.value_dim, Ring::kRows)); });
 }
 
 template <int kKeys, bool kDelta>
@@ -97,7 +107,13 @@ void cut(const LinearPrefill& p) {
       sm90::chunk_join_decays_kernel<kKeys>(p, cuts, blocks);
     }
   });
-  cut_ring<sm90::ChunkRing<kKeys, kDelta, kChannels, 1, sm90::Part::kCut>>(p, cuts, boxes);
+  if constexpr (kDelta) {
+    cut_ring<sm90::ChunkRing<kKeys, kDelta, kChannels, 1, sm90::Part::kCut>>(p, cuts, boxes);
+  } else {
+    using Segments = sm90::SsdRing<kKeys, 1, sm90::Part::kCut>;
+    const int works = sm90::cut_works<Segments>(p, cuts);
+    ssd_ring<Segments>(p, cuts, works, works, boxes);
+  }
 }
 
 template <int kKeys, bool kDelta, bool kChannels>
@@ -105,7 +121,14 @@ void chunks(const LinearPrefill& p) {
   static int turn = 0;
   const bool cuts =
       kKeys <= 128 && p.cut && segment_room(p.num_tokens, p.step.batch_size, p.step.num_heads) > p.step.batch_size;
-  if constexpr (kKeys <= 128 && !kChannels) {
+  if constexpr (kKeys <= 128 && !kChannels && !kDelta) {
+    if (!cuts && std::getenv("ATTNOPS_CUDA_MODEL_RING") != nullptr) {
+      const int ctas = 1 + turn++ / 2 % 5, row_blocks = ceil_div(p.step.value_dim, 64);
+      return ssd_ring<sm90::SsdRing<kKeys, 1>>(p, {}, p.step.batch_size * p.step.num_heads * row_blocks, ctas,
+                                               ctas % 2 == 1);
+    }
+  }
+  if constexpr (kKeys <= 128 && !kChannels && kDelta) {
     if (!cuts && std::getenv("ATTNOPS_CUDA_MODEL_RING") != nullptr && turn % 3 == 0) {
       ahead<kKeys, kDelta>(p);
       return ring<sm90::ChunkRing<kKeys, kDelta, kChannels, 1>>(p, 1 + turn++ / 3 % 5, true);
@@ -118,7 +141,7 @@ void chunks(const LinearPrefill& p) {
     const int groups = p.step.num_heads / p.step.heads_per_group;
     const int parts = ceil_div(p.step.heads_per_group, kLocalHeads);
     using Meet = std::conditional_t<kKeys <= 128, sm90::MeetGroup, MeetCta>;
-    const bool makes = kKeys <= 128 && !cuts && std::getenv("ATTNOPS_CUDA_MODEL_RING") != nullptr;
+    const bool makes = kKeys <= 128 && (!cuts || !kDelta) && std::getenv("ATTNOPS_CUDA_MODEL_RING") != nullptr;
     run_grid(places * groups * parts, kLocalThreads, [&] {
       if constexpr (kKeys <= 128) {
         if (makes) return chunk_local_kernel<kKeys, kDelta, Meet, false>(p, groups, parts);

@@ -29,6 +29,10 @@ inline void mbarrier_arrive(uint32_t barrier) {
   --b.pending;
   mbarrier_turn(b);
 }
+inline void mbarrier_arrive_if(uint32_t barrier, bool condition) {
+  if (condition) mbarrier_arrive(barrier);
+}
+inline void mbarrier_arrive_remote_if(uint32_t barrier, bool condition) { mbarrier_arrive_if(barrier, condition); }
 inline void mbarrier_arrive_expect(uint32_t barrier, int bytes) {
   MbarrierModel& b = mbarrier_of(barrier);
   b.bytes = b.bytes + bytes;

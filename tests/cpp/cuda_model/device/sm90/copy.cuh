@@ -38,4 +38,8 @@ inline void copy_box(uint32_t shared, const CUtensorMap* map, uint32_t barrier, 
   });
 }
 
+inline void copy_box_to_ctas(uint32_t shared, const CUtensorMap* map, uint32_t barrier, int x, int y, int z, int) {
+  copy_box(shared, map, barrier, x, y, z);
+}
+
 }  // namespace attnops::sm90
