@@ -57,6 +57,8 @@ SETS = {
     "memcheck fmha hidden_keys": (["tests/fmha/test_hidden_keys.py"], "bfloat16-None"),
     "memcheck fmha small_pages": (["tests/fmha/test_small_pages.py"], "any_batch and (3 or 8)"),
     "racecheck fmha small_pages": (["tests/fmha/test_small_pages.py"], "any_batch and (3 or 8)"),
+    "memcheck fmha gathered_rows": (["tests/fmha/test_gathered_rows.py"], "any_batch and (3 or 8)"),
+    "racecheck fmha gathered_rows": (["tests/fmha/test_gathered_rows.py"], "any_batch and (3 or 8)"),
     "racecheck fmha every_row": (FMHA, "test_dims_reach_every_row"),
     "synccheck fmha every_row": (FMHA, "test_dims_reach_every_row"),
     "initcheck fmha every_row": (FMHA, "test_dims_reach_every_row"),

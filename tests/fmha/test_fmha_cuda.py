@@ -73,15 +73,15 @@ def problem_of(form: str, dtype: torch.dtype, head_dim: int, head_dim_v: int):
     else:
         wide = head_dim_v > 128
         mean = {"short": 90, "short_one_tile": 30 if wide else 45, "one_tile": 30 if wide else 100}.get(form, 200)
-        mean = 1100 if form in ("plain", "cut") else mean  # not short
+        mean = 1100 if form == "plain" else mean  # not short
         lengths = [mean - 5, mean + 5] * (48 if form == "one_tile" else 1)
         problem = ragged_problem(lengths, head_dim_v=head_dim_v, padding=0, **options)
     if "gather" in form or form == "whole_rows":
         values = {name: getattr(problem, name)[..., :head_dim_v] for name in ("v_pages", "v_exact")}
         problem = dataclasses.replace(problem, **values)
     problem = problem.to("cuda")
-    may_cut = form.startswith(("short", "one_tile", "plain", "cut"))
-    plain = form not in ("", "cut", "fp8_keys")
+    may_cut = form.startswith(("short", "one_tile", "plain"))
+    plain = form not in ("", "gather", "fp8_keys")
     return problem, filled(split_plan(problem), problem) if may_cut else None, {} if plain else {"logit_cap": 30.0}
 
 
