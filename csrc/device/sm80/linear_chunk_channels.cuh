@@ -4,8 +4,8 @@
 
 // The part of a chunk that no state is needed for, where each channel of the keys has a gate of its own (section 3 of
 // arXiv 2510.26692). The decay then stands inside the sums over channels. Between blocks of 16 tokens it is split at
-// the first token of the later block, so that both parts are at most 1; within a block it is made for each pair. That is
-// for chunks that decay a lot: others are linear_chunk_near.cuh's.
+// the first token of the later block, so that both parts are at most 1; within a block it is made for each pair. That
+// is for chunks that decay a lot: others are linear_chunk_near.cuh's.
 namespace attnops {
 
 template <int kKeys>
