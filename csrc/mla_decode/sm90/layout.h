@@ -26,7 +26,7 @@ inline constexpr int kP1 = kQ + kRopeTile * kTileBytes;
 inline constexpr int kMaxima = kP0 + kTileBytes;              // float [2][64], by parity of the tile
 inline constexpr int kSums = kMaxima + 2 * 64 * 4;            // float [2][2][64], by parity of the piece, group
 inline constexpr int kBarriers = kSums + 2 * 2 * 64 * 4;      // 8 bytes each, see below
-inline constexpr int kBarrierCount = 2 * (5 + 3) + 2 + 6;     // per buffer: full, empty; q full, q empty; below
+inline constexpr int kBarrierCount = 2 * (5 + 3) + 2 + 5;     // per buffer: full, empty; q full, q empty; below
 inline constexpr int kEntry = kBarriers + 8 * kBarrierCount;  // the part's row of the plan
 // Where the rows of gathered tiles lie: uint32 [4][32], by loading warp.
 inline constexpr int kRowLists = (kEntry + 32 + 15) / 16 * 16;
@@ -62,7 +62,6 @@ inline constexpr int kProbabilities1 = kBarriers + 8 * 18;  // those of an odd t
 inline constexpr int kRowsStored = kBarriers + 8 * 19;      // by group 1: of a piece
 inline constexpr int kRowSums = kBarriers + 8 * 20;         // of a piece, by both groups
 inline constexpr int barrier_cleared(int group) { return kBarriers + 8 * (21 + group); }  // by a group, of its values
-inline constexpr int kQueriesRopeEmpty = kBarriers + 8 * 23;  // of lists, whose other queries are given back earlier
 
 // Hardware barriers, where group 1 waits for group 0: probabilities of an even tile are there; its scores are issued.
 // Where group 0 waits, or both do, it is at barriers in memory: compute-sanitizer's racecheck takes a warp that has
