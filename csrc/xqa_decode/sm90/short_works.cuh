@@ -222,7 +222,8 @@ __device__ __forceinline__ bool take_short_works(const Params& p, const Shape& s
         hopper::registers_increase<kTaken>();
       }
       auto* const queue = reinterpret_cast<int4*>(smem + warp * LoneWarp<Tr>::kQueueBytes);
-      LoneWarp<Tr>(p, shape, boxes, part, warp % kWarps, kWarps, queue, lane).run(entry);
+      const int own = Tr::kHeads > 1 ? warp % kWarps : warp;
+      LoneWarp<Tr>(p, shape, boxes, part, own, kWarps, queue, lane).run(entry);
       return true;
     }
   }
