@@ -80,7 +80,7 @@ def problem_of(form: str, dtype: torch.dtype, head_dim: int, head_dim_v: int):
         values = {name: getattr(problem, name)[..., :head_dim_v] for name in ("v_pages", "v_exact")}
         problem = dataclasses.replace(problem, **values)
     problem = problem.to("cuda")
-    may_cut = form.startswith(("short", "one_tile", "plain"))
+    may_cut = form.startswith(("short", "one_tile")) or form in ("plain", "plain_fp8_keys")
     plain = form not in ("", "gather", "fp8_keys")
     return problem, filled(split_plan(problem), problem) if may_cut else None, {} if plain else {"logit_cap": 30.0}
 

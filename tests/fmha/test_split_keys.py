@@ -156,6 +156,24 @@ def test_cut_tiles_are_right(arch, seed, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("pages", [False, True])
+def test_rows_of_the_output_may_start_anywhere(pages, monkeypatch):
+    """Of the kernels of sm_80. The merge of pieces stores eight bytes at a time, so such calls are not cut."""
+    monkeypatch.setenv("ATTNOPS_CUDA_ARCH", "80")
+    heads = {"num_q_heads": 4, "num_kv_heads": 1, "head_dim": 80}
+    problem = (paged_problem([9003], [3], page_size=7, **heads) if pages else ragged_problem([3], [9003], **heads)).to(
+        "cuda"
+    )
+    out = torch.full((3, 4, 83), torch.nan, dtype=problem.q.dtype, device="cuda")[:, :, 3:]
+    plan = filled(split_plan(problem), problem)
+    assert plan.pieces[0, 0] > 0
+    found, lse = run(problem, plan=plan, out=out)
+    expected_out, expected_lse = problem.expected()
+    assert_attention_close(found.cpu(), expected_out, problem.q.dtype)
+    assert_lse_close(lse.cpu(), expected_lse)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("cap", [2.0, 50.0, 90.0])
 def test_capped_scores_of_any_size(cap, head_dim):

@@ -97,8 +97,10 @@ def test_max_logits_of_many_tokens(heads, kind):
     with reaches("sparse_mla", row_of(kind, BF16, heads, with_most=True)):
         _, lse, most = prefill(problem)
     expected = problem.expected()
-    torch.testing.assert_close(most.double().cpu(), expected[2], rtol=1e-2, atol=5e-2)
-    torch.testing.assert_close(lse.double().cpu(), expected[1], rtol=1e-2, atol=5e-2)
+    # FP8 values times scales are rounded to 16 bits: scores err by that times the queries, which are large or not.
+    for first, atol in ((0, 0.2), (1, 0.05)):
+        torch.testing.assert_close(most[first::2].double().cpu(), expected[2][first::2], rtol=1e-2, atol=atol)
+        torch.testing.assert_close(lse[first::2].double().cpu(), expected[1][first::2], rtol=1e-2, atol=atol)
 
 
 @pytest.mark.gpu

@@ -53,7 +53,8 @@ void launch_traits(const Params& p, cudaStream_t stream) {
       rows.keys != Copy::kElements && p.tree_mask == nullptr && (!p.paged || p.page_table.page_size % Tr::kKeys == 0);
   const bool raw = rows.keys == Copy::kRawPieces;
   rows.k_stages = ctas_per_sm<Tr>(2, raw) >= ctas_per_sm<Tr>(1, raw) ? 2 : 1;
-  if (s.num_works <= device_sms("fmha")) {  // else SMs are busy, and the kernel that may cut is slower
+  // Else SMs are busy, and the kernel that may cut is slower. The merge stores four elements at a time.
+  if (s.num_works <= device_sms("fmha") && rows.out == Copy::kPieces) {
     s.max_pieces = sm90::max_pieces_of<Tr>(p, s.works_per_tile);
     s.num_works += s.max_pieces * s.works_per_tile;
   }
