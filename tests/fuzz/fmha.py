@@ -224,6 +224,8 @@ def right_forms(draw: Draw) -> None:
         (True, replace(whole, lengths_q=few, lengths_k=near, page_size=draw.pick([3, 5, 7]), capped=True)),
         (True, replace(whole, lengths_q=near, lengths_k=[n + draw.number(0, 90) for n in near], page_size=8)),
         (False, replace(whole, dtypes=(dtype, FP8), lengths_q=near, lengths_k=near)),
+        (False, replace(whole, dtypes=(dtype, FP8), lengths_q=near, lengths_k=near, capped=True)),
+        (True, replace(whole, dtypes=(dtype, FP8), lengths_q=near, lengths_k=near, page_size=64, capped=True)),
         (True, replace(whole, dtypes=(dtype, FP8), lengths_q=few, lengths_k=near, page_size=draw.pick([3, 5, 7]))),
         (False, long),
         (False, replace(long, capped=True)),
