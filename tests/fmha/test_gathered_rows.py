@@ -2,50 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 
 import pytest
 import torch
 from checks import assert_attention_close, assert_lse_close
-from fmha_calls import assert_same_bits, filled, run, split_plan
-from problems import PagedProblem, RaggedProblem, paged_problem, random_tree_mask
+from fmha_calls import assert_same_bits, drawn_pages, filled, ragged_twin, run, split_plan
+from problems import random_tree_mask
 
 pytestmark = pytest.mark.gpu
 
 DIMS = [(64, 64), (64, 40), (96, 80), (128, 128), (104, 128), (192, 128), (256, 256)]
-
-
-def problem_of(r: random.Random, seed: int, new: list[int]) -> PagedProblem:
-    """NaN lies behind each request's keys, and in pages that nobody has."""
-    head_dim, head_dim_v = DIMS[seed % len(DIMS)]
-    kv_heads, group = r.choice([1, 2, 3]), r.choice([1, 2, 4, 5, 8])
-    problem = paged_problem(
-        [n + r.choice([0, 1, 23, 96, 700, 1500]) for n in new],
-        new,
-        num_q_heads=kv_heads * group,
-        num_kv_heads=kv_heads,
-        head_dim=max(head_dim, head_dim_v),
-        page_size=r.choice([1, 1, 3, 5, 20]),
-        dtype=r.choice([torch.bfloat16, torch.float16]),
-        layout=r.choice(["nhd", "hnd"]),
-        seed=seed,
-    )
-    narrow = {
-        "q": problem.q[..., :head_dim],
-        "k_pages": problem.k_pages[..., :head_dim],
-        "k_exact": problem.k_exact[..., :head_dim],
-        "v_pages": problem.v_pages[..., :head_dim_v],
-        "v_exact": problem.v_exact[..., :head_dim_v],
-    }
-    return dataclasses.replace(problem, **narrow)
+PAGE_SIZES = [1, 1, 3, 5, 20]
 
 
 @pytest.mark.parametrize("seed", range(70))
 def test_any_batch(seed):
     r = random.Random(seed)
     new = [r.choice([0, 1, 17, 64, 130, 300]) for _ in range(r.choice([1, 2, 5]))]
-    problem = problem_of(r, seed, new)
+    problem = drawn_pages(r, DIMS, PAGE_SIZES, new, seed)
     options = {"causal": r.random() < 0.7, "window_left": r.choice([-1, -1, 5, 128])}
     more = {"logit_cap": r.choice([0.0, 0.0, 0.0, 30.0])}
     if options["causal"] and max(new) > 0 and r.random() < 0.2:
@@ -64,16 +39,8 @@ def test_any_batch(seed):
 def test_bits_are_those_of_ragged_keys_and_of_other_kernels(seed):
     """A scale of keys, which only the device knows, takes the kernels that have every option."""
     r = random.Random(seed)
-    problem = problem_of(r, seed, [r.choice([1, 64, 200, 330]) for _ in range(3)]).to("cuda")
-    ragged = RaggedProblem(
-        q=problem.q,
-        k=problem.k_exact.to(problem.q.dtype).contiguous(),
-        v=problem.v_exact.to(problem.q.dtype).contiguous(),
-        cu_seqlens_q=problem.cu_seqlens_q,
-        cu_seqlens_k=torch.nn.functional.pad(problem.cache_seqlens.cumsum(0), (1, 0)).to(torch.int32),
-        k_scale=None,
-        v_scale=None,
-    )
+    problem = drawn_pages(r, DIMS, PAGE_SIZES, [r.choice([1, 64, 200, 330]) for _ in range(3)], seed).to("cuda")
+    ragged = ragged_twin(problem)
     expected, ones = run(ragged), torch.ones(problem.k_pages.shape[-2], device="cuda")
     assert_same_bits(run(problem), expected)
     assert_same_bits(run(problem, k_scale=ones), expected)

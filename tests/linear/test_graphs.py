@@ -282,7 +282,7 @@ def test_convolutions_of_drafts_and_their_commits(tree, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", ["gdn", "kda"])
+@pytest.mark.parametrize("kind", ["gdn", "kda", "ssd"])
 def test_a_convolution_in_front(kind, device):
     call, channels = Call(device), 2 * H * K + HV * V
     gates(call, kind)
@@ -299,33 +299,13 @@ def test_a_convolution_in_front(kind, device):
         call.fresh(r, "x", "a")
 
     def run():
-        given = call.given
-        options = {"A_log": given["rate"], "dt_bias": given["bias"], "state_indices": given["slots"], "num_k_heads": H}
-        ops.delta_conv_decode(given["x"], given["weight"], None, given["a"], given["b"], **call.written, **options)
-
-    call.check(draw, run)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_convolution_in_front_of_a_state_space(device):
-    call, channels = Call(device), 2 * H * K + HV * V
-    gates(call, "ssd")
-    tokens(call, "ssd", BATCH)
-    call.normal("x", BATCH, channels)
-    call.normal("weight", channels, 4)
-    call.ints("slots", BATCH)
-    call.keep("states", SLOTS, HV, V, K)
-    call.keep("conv_states", SLOTS, channels, 3, dtype=torch.bfloat16)
-    call.keep("out", BATCH, HV, V, dtype=torch.bfloat16)
-
-    def draw(r):
-        call.put("slots", slots_of(r))
-        call.fresh(r, "x", "a")
-
-    def run():
-        given = call.given
-        options = {"state_indices": given["slots"], "num_groups": H, "dt_softplus": True}
-        ops.ssd_conv_decode(given["x"], given["weight"], None, given["a"], given["rate"], **call.written, **options)
+        given, options = call.given, {"state_indices": call.given["slots"], **call.written}
+        x = given["x"], given["weight"], None, given["a"]
+        if kind == "ssd":
+            ops.ssd_conv_decode(*x, given["rate"], num_groups=H, dt_softplus=True, **options)
+        else:
+            options |= {"A_log": given["rate"], "dt_bias": given["bias"]}
+            ops.delta_conv_decode(*x, given["b"], num_k_heads=H, **options)
 
     call.check(draw, run)
 

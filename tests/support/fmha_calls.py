@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import random
+
 import torch
 from attnops import ops
 from attnops.metadata import FmhaPlan
 from checks import MAX_RELATIVE_ERROR, assert_attention_close, assert_lse_close
-from problems import PagedProblem, RaggedProblem
+from problems import PagedProblem, RaggedProblem, paged_problem
 from torch import Tensor
 
 
@@ -98,3 +101,38 @@ def assert_same_bits(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> None
 
 
 __all__ = ["MAX_RELATIVE_ERROR", "assert_right", "assert_same_bits", "filled", "plan_of", "run", "split_plan"]
+
+
+def drawn_pages(
+    r: random.Random, dims: list[tuple[int, int]], page_sizes: list[int], new: list[int], seed: int
+) -> PagedProblem:
+    """NaN lies behind each request's keys, and in pages that nobody has. `dims`: of keys and of values, in turns."""
+    head_dim, head_dim_v = dims[seed % len(dims)]
+    kv_heads, group = r.choice([1, 2, 3]), r.choice([1, 2, 4, 5, 8])
+    problem = paged_problem(
+        [n + r.choice([0, 1, 23, 96, 700, 1500]) for n in new],
+        new,
+        num_q_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
+        head_dim=max(head_dim, head_dim_v),
+        page_size=r.choice(page_sizes),
+        dtype=r.choice([torch.bfloat16, torch.float16]),
+        layout=r.choice(["nhd", "hnd"]),
+        seed=seed,
+    )
+    narrow = {name: getattr(problem, name)[..., :head_dim] for name in ("q", "k_pages", "k_exact")}
+    narrow |= {name: getattr(problem, name)[..., :head_dim_v] for name in ("v_pages", "v_exact")}
+    return dataclasses.replace(problem, **narrow)
+
+
+def ragged_twin(problem: PagedProblem) -> RaggedProblem:
+    """The same keys and values, without pages."""
+    return RaggedProblem(
+        q=problem.q,
+        k=problem.k_exact.to(problem.q.dtype).contiguous(),
+        v=problem.v_exact.to(problem.q.dtype).contiguous(),
+        cu_seqlens_q=problem.cu_seqlens_q,
+        cu_seqlens_k=torch.nn.functional.pad(problem.cache_seqlens.cumsum(0), (1, 0)).to(torch.int32),
+        k_scale=None,
+        v_scale=None,
+    )

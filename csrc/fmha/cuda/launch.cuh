@@ -49,7 +49,8 @@ void launch_traits(const Params& p, cudaStream_t stream) {
   const int pack = sm90::heads_per_tile(p.num_q_heads / p.num_kv_heads, p.tile_q, Tr::kRows);
   Schedule s = sm90::schedule_of(p, Tr::kRows, pack);
   Rows rows = make_rows(p);
-  rows.in_row =
+  // The rows of every tile follow each other, by their token strides.
+  const bool in_row =
       rows.keys != Copy::kElements && p.tree_mask == nullptr && (!p.paged || p.page_table.page_size % Tr::kKeys == 0);
   const bool raw = rows.keys == Copy::kRawPieces;
   rows.k_stages = ctas_per_sm<Tr>(2, raw) >= ctas_per_sm<Tr>(1, raw) ? 2 : 1;
@@ -58,7 +59,7 @@ void launch_traits(const Params& p, cudaStream_t stream) {
     s.max_pieces = sm90::max_pieces_of<Tr>(p, s.works_per_tile);
     s.num_works += s.max_pieces * s.works_per_tile;
   }
-  if (rows.in_row) {
+  if (in_row) {
     launch_rows<Tr, true>(p, s, rows, stream);
   } else {
     launch_rows<Tr, false>(p, s, rows, stream);

@@ -20,7 +20,6 @@ enum class Copy : int {
 struct Rows {
   Copy queries, keys, out;
   int k_stages;  // 1 or 2, as shared memory has room
-  bool in_row;   // the rows of every tile follow each other, by their token strides
   Strides k, v;
 };
 

@@ -55,7 +55,6 @@ class WorkQueue {
     int index = shared_.next;
     for (;;) {
       const int taken = p_.semaphores != nullptr ? atomicAdd(p_.semaphores, 1) : 0;
-      w.num_tokens = kNone;
       const bool exists = index < s_.num_works && sm90::decode_work<Tr::kKeys>(p_, s_, shared_.cuts, index, w);
       if (!exists) w.num_tokens = kNone;
       if (exists && w.num_tokens == 0 && index < shared_.cuts.pieces * s_.works_per_tile) {

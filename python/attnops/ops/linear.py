@@ -123,6 +123,8 @@ def delta_conv_decode(
 
     Raises:
         RuntimeError: naming the argument that does not fit; on the CPU also a slot outside the pool, or shared.
+
+    Source: arXiv 2412.06464 for the delta rule, 2510.26692 for a gate per channel.
     """
     _, heads, rows, keys = states.shape
     out = x.new_empty(x.shape[0], heads, rows) if out is None else out
@@ -228,8 +230,8 @@ def ssd_conv_decode(
     of which the second asks for its states while the first one runs.
 
     Args:
-        x: ``[B, C]`` (bf16, fp16, fp32), last dim dense: x of ``H`` heads, then B of `num_groups` groups, then C, side
-            by side, so C is ``H P + 2 G N``.
+        x: ``[B, H P + 2 G N]`` (bf16, fp16, fp32), last dim dense: x of H heads, then B of G = `num_groups` groups,
+            then C, side by side.
         weight, bias, conv_states, silu: as in `causal_conv1d`.
         dt, A, D, dt_bias, z, scale, dt_softplus: as in `ssd_decode`.
         states: ``[num_slots, H, P, N]``, as in `ssd_decode`; `conv_states` has as many slots.
@@ -240,6 +242,8 @@ def ssd_conv_decode(
 
     Raises:
         RuntimeError: naming the argument that does not fit; on the CPU also a slot outside the pool, or shared.
+
+    Source: arXiv 2405.21060, equation 16, for the state space.
     """
     _, heads, rows, _ = states.shape
     out = x.new_empty(x.shape[0], heads, rows) if out is None else out
