@@ -29,8 +29,6 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
   static constexpr bool kOutputs = kPart != Part::kEnds;
   static constexpr int kGroupThreads = 128;
   static constexpr int kMeeting = (kGroups + (kOutputs ? 1 : 0)) * kGroupThreads, kThreads = kMeeting + kGroupThreads;
-  // That say when they have read a stage: a thread of each warp that makes outputs, since its stores are one thread's.
-  static constexpr int kReaders = kGroups * kGroupThreads + (kOutputs ? 4 : 0);
 
   __device__ ChunkConsumers(const LinearPrefill& prefill, Shared& shared, const ChunkCuts* cuts = nullptr,
                             const RingMaps* out_maps = nullptr)
@@ -233,8 +231,8 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
         decays[0] = stage.factors[1][16 * this->warp_ + this->g_];
         decays[1] = stage.factors[1][16 * this->warp_ + this->g_ + 8];
       }
-      if (held >= 0 && first_lane) {
-        wait_for_reads();
+      if (held >= 0) {
+        if (first_lane) wait_for_reads();
         if constexpr (!Shared::kOutsApart) mbarrier_arrive(smem_address(&ring_.empty_[held]));
       }
       held = -1;
@@ -283,7 +281,7 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
         }
       }
       __syncwarp();  // the chunk before has been read
-      if (Shared::kOutsApart && first_lane) mbarrier_arrive(ring_.empty(turn));
+      if constexpr (Shared::kOutsApart) mbarrier_arrive(ring_.empty(turn));
 #pragma unroll
       for (int v = 0; v < kGroups; ++v) {
 #pragma unroll
@@ -312,8 +310,7 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
       for (int v = 0; v < kGroups; ++v) store_tokens(note, ring_.out(turn, v), v);
       if constexpr (!Shared::kOutsApart) {  // they lie where queries were
         fence_async_proxy();
-        __syncwarp();
-        if (first_lane) mbarrier_arrive(ring_.empty(turn));
+        mbarrier_arrive(ring_.empty(turn));
       }
     }
     if (first_lane) wait_for_stores();

@@ -151,7 +151,7 @@ class ChunkRing : public ChunkConsumers<RingShared<kKeys_, kDelta_, kChannels_, 
   __device__ void run(int works, int row_blocks) {
     if (threadIdx.x < kStages) {
       mbarrier_init(smem_address(&this->ring_.full_[threadIdx.x]), kGroupThreads + 1);
-      mbarrier_init(smem_address(&this->ring_.empty_[threadIdx.x]), Base::kReaders);
+      mbarrier_init(smem_address(&this->ring_.empty_[threadIdx.x]), Base::kMeeting);
       mbarrier_init_fence();
     }
     __syncthreads();

@@ -224,7 +224,6 @@ class TokenMultiplier {
   }
 
   __device__ void run() {
-    const int lane = threadIdx.x % 32;
     int stage = __shfl_sync(~0u, threadIdx.x / 128, 0), number = -1;
     uint32_t phase = 0;
 #pragma unroll 1
@@ -236,7 +235,7 @@ class TokenMultiplier {
       if (number != next) {
         // Those between are of other warpgroups alone, but wait for this one.
         for (; number != next; ++number) {
-          if (number >= 0 && lane == 0) mbarrier_arrive(smem_address(&shared_.queries_empty[number % kTokenSlots]));
+          if (number >= 0) mbarrier_arrive(smem_address(&shared_.queries_empty[number % kTokenSlots]));
           const int slot = (number + 1) % kTokenSlots;
           mbarrier_wait(smem_address(&shared_.queries_full[slot]), (number + 1) / kTokenSlots & 1);
         }
@@ -247,8 +246,7 @@ class TokenMultiplier {
       float d[32];
       start(d, keys, uniform_operand(queries_ + slot_ * kBlockBytes));
       wgmma_wait<0>(d);
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(smem_address(&shared_.empty[stage]));
+      mbarrier_arrive(smem_address(&shared_.empty[stage]));
       add_up(d, scale, step.first_key + row_);
       if (left < kTokenWarpgroups) return;
       stage += kTokenWarpgroups;
@@ -336,11 +334,11 @@ __global__ void __launch_bounds__(kTokenThreads, kTokenCtas)
   if (threadIdx.x == 0) {
     for (int i = 0; i < kTokenStages; ++i) {
       mbarrier_init(smem_address(&shared.full[i]), 1);
-      mbarrier_init(smem_address(&shared.empty[i]), 4);
+      mbarrier_init(smem_address(&shared.empty[i]), 128);
     }
     for (int i = 0; i < kTokenSlots; ++i) {
       mbarrier_init(smem_address(&shared.queries_full[i]), 1 + 32);
-      mbarrier_init(smem_address(&shared.queries_empty[i]), kMultiplying);
+      mbarrier_init(smem_address(&shared.queries_empty[i]), kTokenMultiply);
     }
     mbarrier_init_fence();
     prefetch_map(&maps.keys);
@@ -349,19 +347,19 @@ __global__ void __launch_bounds__(kTokenThreads, kTokenCtas)
   __syncthreads();
   wait_for_earlier_kernels();
   let_next_kernel_start();
-  if (warp < kMultiplying) {
-    if (p.report != nullptr) {
-      const int64_t threads = int64_t{gridDim.x} * kTokenMultiply;
-      for (int64_t row = int64_t{blockIdx.x} * kTokenMultiply + threadIdx.x; row < p.num_rows; row += threads) {
-        report_row(p, row);
-      }
-      __syncwarp();
+  if (warp == kMultiplying) {
+    list_requests(p, memory, shared);
+  } else if (warp < kMultiplying && p.report != nullptr) {
+    const int64_t threads = int64_t{gridDim.x} * kTokenMultiply;
+    for (int64_t row = int64_t{blockIdx.x} * kTokenMultiply + threadIdx.x; row < p.num_rows; row += threads) {
+      report_row(p, row);
     }
+  }
+  __syncthreads();
+  if (warp < kMultiplying) {
     TokenMultiplier<kHeads, Out>(p, memory, shared, dynamic, keys, queries).run();
     return;
   }
-  if (warp == kMultiplying) list_requests(p, memory, shared);
-  named_barrier_sync(1, kTokenThreads - kTokenMultiply);
   const TokenCopier<kHeads> copier(p, memory, maps, shared, keys, queries);
   if (warp == kMultiplying) {
     copier.copy_keys();
