@@ -35,6 +35,7 @@ XQA_MERGES = ["tests/xqa_decode/test_xqa_merges_cuda.py"]
 XQA_SHORT = ["tests/xqa_decode/test_xqa_short_works_cuda.py"]
 ROWS = ["tests/test_kernel_rows.py"]
 FMHA = ["tests/fmha/test_fmha_cuda.py"]
+FMHA_CUTS = ["tests/fmha/test_split_keys.py"]
 SPARSE_MLA = ["tests/sparse_mla/test_sparse_mla_rows.py"]
 COMPRESSED = ["tests/compressed_kv"]
 INDEXER = ["tests/sparse_indexer"]
@@ -66,6 +67,8 @@ SETS = {
     "racecheck fmha forms": (FMHA, "test_every_form"),
     "synccheck fmha forms": (FMHA, "test_every_form"),
     "initcheck fmha forms": (FMHA, "test_every_form"),
+    "memcheck fmha cuts80": (FMHA_CUTS, "cut_tiles_are_right and 80- or rows_of_the_output"),
+    "racecheck fmha cuts80": (FMHA_CUTS, "cut_tiles_are_right and 80- or rows_of_the_output"),
     "memcheck sparse_mla every_row": (SPARSE_MLA, "test_every_row"),
     "racecheck sparse_mla every_row": (SPARSE_MLA, "test_every_row"),
     "synccheck sparse_mla every_row": (SPARSE_MLA, "test_every_row"),
