@@ -3,19 +3,17 @@
 FlashInfer's gated delta rule is a peer by request. Its kernels are compiled at their first call, some for each extent.
 So are mamba_ssm's kernels in Triton, causal-conv1d, FlashKDA and cuDNN's KDA. What is requested has to be there.
 
-SGLang's files ask its server for settings, which stand-ins answer here. Each function gives calls by the peer's name,
-or nothing where the peer has no such kernel. What a peer's step needs besides its main kernel, as gates, is in its
-call. A call knows how to read what it computed, so that it is compared with attnops before it is timed.
+Each function gives calls by the peer's name, or nothing where the peer has no such kernel. What a peer's step needs
+besides its main kernel, as gates, is in its call. A call knows how to read what it computed, so that it is compared
+with attnops before it is timed.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.machinery
 import importlib.util
 import inspect
 import sys
-import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from linear_peer_imports import REQUESTED, SGLANG, StandIns, imported, started
 from torch import Tensor
 
 Calls = dict[str, Callable[[], object]]
-SGLANG = "sglang.kernels.ops"
 
 
 @dataclass(frozen=True)
@@ -58,100 +56,6 @@ def quick_tuning() -> None:
     Autotuner.do_bench = property(lambda _: bench)
 
 
-class _Settings(types.ModuleType):
-    """A module that answers whatever is asked of a server that runs on CUDA without options."""
-
-    def __getattr__(self, name: str) -> object:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if name == "torch_release":
-            return tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-        if name == "register_custom_op":
-            return lambda *args, **options: args[0] if args and callable(args[0]) else lambda function: function
-        if name == "get_device_sm":
-            return lambda *_: 90
-        if name in ("is_cuda", "is_arch_support_pdl", "is_sm90_supported", "is_gather_supported"):
-            return lambda *_: True
-        if name == "cdiv":
-            return lambda a, b: -(-a // b)
-        if name == "next_power_of_2":
-            return lambda n: 1 << (n - 1).bit_length()
-        return lambda *_, **__: False
-
-
-class _StandIns:
-    """Finds SGLang's modules outside its kernels: none of them is run."""
-
-    KEPT = tuple(
-        f"{SGLANG}.{kept}"
-        for kept in ("attention.fla.", "attention.linear.", "mamba.triton_ops.", "mamba.causal_conv1d_triton")
-    )
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def find_spec(self, name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
-        if name.split(".")[0] != "sglang" or name.startswith(self.KEPT):
-            return None
-        return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        module = _Settings(spec.name)
-        module.__path__ = [str(self.root / Path(*spec.name.split(".")[1:]))]
-        return module
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        pass
-
-
-def _import(name: str, function: str) -> Callable[..., object] | None:
-    try:
-        return getattr(importlib.import_module(name), function)
-    except Exception as error:  # a peer that does not import is no peer
-        print(f"{name}: not found ({type(error).__name__}: {error})")
-        return None
-
-
-# What may be requested: its name in results, its package, and functions by the names of attributes of `Peers`.
-REQUESTED = {
-    "mamba": ("mamba_ssm", "mamba-ssm", {
-        "mamba_step": ("mamba_ssm.ops.triton.selective_state_update", "selective_state_update"),
-        "mamba_scan": ("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined"),
-    }),
-    "causal_conv1d": ("causal-conv1d", "causal-conv1d", {
-        "conv1d": ("causal_conv1d", "causal_conv1d_fn"),
-        "conv1d_step": ("causal_conv1d", "causal_conv1d_update"),
-    }),
-    "flashkda": ("FlashKDA", "tokenspeed-flashkda", {"flash_kda": ("flash_kda", "fwd")}),
-    "cudnn": ("cuDNN", "nvidia-cudnn-frontend", {
-        "cudnn_kda": ("cudnn.linear_attention.ops", "kimi_delta_attention"),
-    }),
-}  # fmt: skip
-
-
-def _start(request: str) -> dict[str, Callable[..., object]]:
-    """The functions of a peer that was requested: one that does not start is an error."""
-    if request not in REQUESTED:
-        raise SystemExit(f"--also: expected some of {', '.join(REQUESTED)}, got {request}")
-    _, package, functions = REQUESTED[request]
-    try:
-        if request == "mamba":
-            _without_its_init("mamba_ssm")
-        return {name: getattr(importlib.import_module(path), of) for name, (path, of) in functions.items()}
-    except Exception as error:
-        raise SystemExit(f"--also {request}: {package} does not start: {type(error).__name__}: {error}") from error
-
-
-def _without_its_init(package: str) -> None:
-    """Makes a package's modules importable where its `__init__` needs a compiled part that they do not."""
-    found = importlib.util.find_spec(package)
-    if found is None or not found.submodule_search_locations:
-        raise ModuleNotFoundError(f"no package {package}")
-    module = types.ModuleType(package)
-    module.__path__ = list(found.submodule_search_locations)
-    sys.modules[package] = module
-
-
 class Peers:
     """What is found of SGLang and FLA, with `flashinfer` of FlashInfer, and what `also` requests."""
 
@@ -161,40 +65,40 @@ class Peers:
     def __init__(self, flashinfer: bool = False, also: Sequence[str] = ()) -> None:
         self._bounds = self._wide = torch.empty(0)
         for request in also:
-            vars(self).update(_start(request))
+            vars(self).update(started(request))
         found = importlib.util.find_spec("sglang")
         if found and found.submodule_search_locations:
-            sys.meta_path.insert(0, _StandIns(Path(next(iter(found.submodule_search_locations)))))  # type: ignore[arg-type]
+            sys.meta_path.insert(0, StandIns(Path(next(iter(found.submodule_search_locations)))))  # type: ignore[arg-type]
         fla, linear, mamba = (f"{SGLANG}.{name}" for name in ("attention.fla", "attention.linear", "mamba.triton_ops"))
         both = bool(found)
-        self.packed = both and _import(f"{fla}.fused_recurrent", "fused_recurrent_gated_delta_rule_packed_decode")
-        self.sglang_gdn = both and _import(f"{fla}.chunk", "chunk_gated_delta_rule")
-        self.gating = both and _import(f"{linear}.fused_gdn_gating", "fused_gdn_gating")
-        self.sglang_kda = both and _import(f"{fla}.kda", "chunk_kda")
-        self.update = both and _import(
+        self.packed = both and imported(f"{fla}.fused_recurrent", "fused_recurrent_gated_delta_rule_packed_decode")
+        self.sglang_gdn = both and imported(f"{fla}.chunk", "chunk_gated_delta_rule")
+        self.gating = both and imported(f"{linear}.fused_gdn_gating", "fused_gdn_gating")
+        self.sglang_kda = both and imported(f"{fla}.kda", "chunk_kda")
+        self.update = both and imported(
             f"{linear}.fused_sigmoid_gating_recurrent", "fused_sigmoid_gating_delta_rule_update"
         )
-        self.seg_la = both and _import(f"{linear}.seg_la", "seg_la_fwd")
-        self.seg_la_meta = both and _import(f"{linear}.seg_la", "SegLaMeta")
-        self.ssm_step = both and _import(f"{mamba}.mamba_ssm", "selective_state_update")
-        self.ssm_scan = both and _import(f"{mamba}.ssd_combined", "mamba_chunk_scan_combined")
+        self.seg_la = both and imported(f"{linear}.seg_la", "seg_la_fwd")
+        self.seg_la_meta = both and imported(f"{linear}.seg_la", "SegLaMeta")
+        self.ssm_step = both and imported(f"{mamba}.mamba_ssm", "selective_state_update")
+        self.ssm_scan = both and imported(f"{mamba}.ssd_combined", "mamba_chunk_scan_combined")
         conv = f"{SGLANG}.mamba.causal_conv1d_triton"
-        self.sglang_conv = both and _import(conv, "causal_conv1d_fn")
-        self.sglang_conv_step = both and _import(conv, "causal_conv1d_update")
+        self.sglang_conv = both and imported(conv, "causal_conv1d_fn")
+        self.sglang_conv_step = both and imported(conv, "causal_conv1d_update")
         some = importlib.util.find_spec("fla") is not None
-        self.fla_gdn = some and _import("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
-        self.fla_gdn_step = some and _import("fla.ops.gated_delta_rule", "fused_recurrent_gated_delta_rule")
-        self.fla_kda = some and _import("fla.ops.kda", "chunk_kda")
-        self.fla_gla = some and _import("fla.ops.simple_gla", "chunk_simple_gla")
-        self.fla_gla_step = some and _import("fla.ops.simple_gla", "fused_recurrent_simple_gla")
-        self.fla_kda_step = some and _import("fla.ops.kda", "fused_recurrent_kda")
-        self.fla_conv = some and _import("fla.modules.causal_conv1d", "causal_conv1d")
-        self.fla_conv_step = some and _import("fla.modules.causal_conv1d", "causal_conv1d_update")
-        norm = flashinfer and both and _import(f"{fla}.l2norm", "l2norm_fwd")
-        self.norm = norm or (flashinfer and some and _import("fla.modules.l2norm", "l2norm_fwd"))
-        self.flashinfer_gdn = flashinfer and _import("flashinfer.gdn_prefill", "chunk_gated_delta_rule")
-        self.flashinfer_step = flashinfer and _import("flashinfer.gdn_decode", "gated_delta_rule_decode_pretranspose")
-        self.flashinfer_drafts = flashinfer and _import("flashinfer.gdn_decode", "gated_delta_rule_mtp")
+        self.fla_gdn = some and imported("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
+        self.fla_gdn_step = some and imported("fla.ops.gated_delta_rule", "fused_recurrent_gated_delta_rule")
+        self.fla_kda = some and imported("fla.ops.kda", "chunk_kda")
+        self.fla_gla = some and imported("fla.ops.simple_gla", "chunk_simple_gla")
+        self.fla_gla_step = some and imported("fla.ops.simple_gla", "fused_recurrent_simple_gla")
+        self.fla_kda_step = some and imported("fla.ops.kda", "fused_recurrent_kda")
+        self.fla_conv = some and imported("fla.modules.causal_conv1d", "causal_conv1d")
+        self.fla_conv_step = some and imported("fla.modules.causal_conv1d", "causal_conv1d_update")
+        norm = flashinfer and both and imported(f"{fla}.l2norm", "l2norm_fwd")
+        self.norm = norm or (flashinfer and some and imported("fla.modules.l2norm", "l2norm_fwd"))
+        self.flashinfer_gdn = flashinfer and imported("flashinfer.gdn_prefill", "chunk_gated_delta_rule")
+        self.flashinfer_step = flashinfer and imported("flashinfer.gdn_decode", "gated_delta_rule_decode_pretranspose")
+        self.flashinfer_drafts = flashinfer and imported("flashinfer.gdn_decode", "gated_delta_rule_mtp")
 
     @staticmethod
     def version(peer: str) -> str:

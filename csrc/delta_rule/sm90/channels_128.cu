@@ -4,11 +4,11 @@
 namespace attnops::delta_rule::sm90 {
 
 template <>
-const int Chunks<128, true>::kSharedBytes = attnops::sm90::kChunkSharedBytes<128, true, true>;
+const int Chunks<128, true>::kSharedBytes = attnops::sm90::kChunkSharedBytes<128, true>;
 
 template <>
 void Chunks<128, true>::launch(const LinearPrefill& params, CUstream_st* stream) {
-  attnops::sm90::launch_linear_chunks<128, true, true>("delta_prefill", params, stream);
+  attnops::sm90::launch_linear_chunks<128, true>("delta_prefill", params, stream);
 }
 
 }  // namespace attnops::delta_rule::sm90

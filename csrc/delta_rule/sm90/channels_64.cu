@@ -4,11 +4,11 @@
 namespace attnops::delta_rule::sm90 {
 
 template <>
-const int Chunks<64, true>::kSharedBytes = attnops::sm90::kChunkSharedBytes<64, true, true>;
+const int Chunks<64, true>::kSharedBytes = attnops::sm90::kChunkSharedBytes<64, true>;
 
 template <>
 void Chunks<64, true>::launch(const LinearPrefill& params, CUstream_st* stream) {
-  attnops::sm90::launch_linear_chunks<64, true, true>("delta_prefill", params, stream);
+  attnops::sm90::launch_linear_chunks<64, true>("delta_prefill", params, stream);
 }
 
 }  // namespace attnops::delta_rule::sm90

@@ -4,11 +4,11 @@
 namespace attnops::delta_rule::sm90 {
 
 template <>
-const int Chunks<64, false>::kSharedBytes = attnops::sm90::kChunkSharedBytes<64, true, false>;
+const int Chunks<64, false>::kSharedBytes = attnops::sm90::kChunkSharedBytes<64, false>;
 
 template <>
 void Chunks<64, false>::launch(const LinearPrefill& params, CUstream_st* stream) {
-  attnops::sm90::launch_linear_chunks<64, true, false>("delta_prefill", params, stream);
+  attnops::sm90::launch_linear_chunks<64, false>("delta_prefill", params, stream);
 }
 
 }  // namespace attnops::delta_rule::sm90

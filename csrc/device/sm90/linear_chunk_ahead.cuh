@@ -5,8 +5,8 @@
 #include "device/sm90/linear_chunk_multiply.cuh"
 #include "device/sm90/proxy.cuh"
 
-// Chunks made while the pass takes earlier ones, where heads are too few for all SMs: CTAs that stay, one an SM, on the
-// SMs that the pass leaves free. Each chunk of a head has a mark, which is cleared before.
+// Chunks of the delta rule made while the pass takes earlier ones, where heads are too few for all SMs: CTAs that stay,
+// one an SM, on the SMs that the pass leaves free. Each chunk of a head has a mark, which is cleared before.
 namespace attnops::sm90 {
 
 inline constexpr int kAheadWorkers = 4;  // of a CTA, each with a chunk of its own
@@ -28,7 +28,7 @@ static __global__ void clear_marks_kernel(void* scratch, int64_t chunks, int str
   if (i < chunks) *reinterpret_cast<int32_t*>(static_cast<unsigned char*>(scratch) + i * stride + at) = 0;
 }
 
-template <int kKeys, bool kDelta>
+template <int kKeys>
 __global__ void __launch_bounds__(kAheadWorkers* kLocalThreads, 1)
     chunk_ahead_kernel(const __grid_constant__ LinearPrefill p, int groups, int parts) {
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kAheadWorkers* kLocalThreads, 1)
   for (int i = blockIdx.x * kAheadWorkers + worker; i < each * requests * parts_of_all;
        i += gridDim.x * kAheadWorkers) {
     const int turn = i / parts_of_all, place = turn % requests * each + turn / requests;
-    if (place < places) make_chunk<kKeys, kDelta, MeetWorker, true>(p, shared, place, i / parts % groups, i % parts);
+    if (place < places) make_chunk<kKeys, true, MeetWorker, true>(p, shared, place, i / parts % groups, i % parts);
   }
 }
 
@@ -52,9 +52,9 @@ inline bool ahead_counts(const LinearPrefill& p) {
   return places * p.step.num_heads <= INT32_MAX / 2;
 }
 
-template <int kKeys, bool kDelta>
+template <int kKeys>
 void launch_chunk_ahead(const char* what, const LinearPrefill& p, int ctas, cudaStream_t stream) {
-  constexpr ChunkScratch kLayout{.panels = kKeys / 64, .delta = kDelta, .channels = false};
+  constexpr ChunkScratch kLayout{.panels = kKeys / 64, .delta = true, .channels = false};
   const int groups = p.step.num_heads / p.step.heads_per_group, parts = ceil_div(p.step.heads_per_group, kLocalHeads);
   const int64_t chunks = chunk_places(p.num_tokens, p.step.batch_size) * p.step.num_heads;
   constexpr int kClearThreads = 256, kBytes = static_cast<int>(kAheadWorkers * sizeof(LocalShared<kKeys>));
@@ -65,7 +65,7 @@ void launch_chunk_ahead(const char* what, const LinearPrefill& p, int ctas, cuda
                                          .shared_bytes = 0,
                                          .max_shared_bytes = 0},
                                         stream, p.scratch, chunks, kLayout.bytes(), kLayout.mark_at());
-  launch_dependent<&chunk_ahead_kernel<kKeys, kDelta>>(
+  launch_dependent<&chunk_ahead_kernel<kKeys>>(
       what,
       {.blocks = ctas, .threads = kAheadWorkers * kLocalThreads, .shared_bytes = kBytes, .max_shared_bytes = kBytes},
       stream, p, groups, parts);

@@ -125,7 +125,7 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
       }
       wgmma_commit();
       if constexpr (kOutputs) {
-        if constexpr (kDelta) Base::pack_tokens(a, u);
+        Base::pack_tokens(a, u);
         meet(kUpdatesFree, group);
 #pragma unroll
         for (int j = 0; j < 4; ++j) put(a[j], ring_.updates(turn, group), j);
@@ -212,7 +212,7 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
 
   // A warp has 16 tokens.
   __device__ void run_outputs() {
-    const LinearStep& p = this->p_;
+    static_assert(kDelta);
     for (int v = 0; v < kGroups; ++v) tell(kStateFree, v), tell(kUpdatesFree, v);
     const bool first_lane = threadIdx.x % 32 == 0;
     int held = -1;  // the stage whose place the copy engine may still read
@@ -274,12 +274,6 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
         wgmma_commit();
       }
       wait(o, kUpdatesFree);
-      if constexpr (!kDelta) {
-        if (p.skip != nullptr) {
-#pragma unroll
-          for (int v = 0; v < kGroups; ++v) add_values(stage.v + v * kPanelBytes, p.skip[note.head], o[v]);
-        }
-      }
       __syncwarp();  // the chunk before has been read
       if constexpr (Shared::kOutsApart) mbarrier_arrive(ring_.empty(turn));
 #pragma unroll
@@ -291,7 +285,7 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
           put(a, ring_.out(turn, v), j);
         }
       }
-      if (out_maps_->out_there && note.size == kChunk && (kDelta || p.z.data == nullptr)) {
+      if (out_maps_->out_there && note.size == kChunk) {
         fence_async_proxy();
         __syncwarp();
         if (first_lane) {
@@ -324,22 +318,19 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
     wgmma_fence();
     multiply_by_keys<kKeys>(products, queries, smem_address(ring_.keys(turn)));
     wgmma_commit();
-    if constexpr (kDelta) square_queries<kKeys>(squares, queries);
+    square_queries<kKeys>(squares, queries);
     wgmma_wait<0>(products);
     const float *sums = stage.factors[1], *key_scale = stage.factors[kLastRow];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float norm = 0.f;
-      if constexpr (kDelta) {  // a row's square is with one lane
-        const float square = this->g_ % 2 == 0 ? squares[r][2 * r] : squares[r][2 * r + 1];
-        norm = __shfl_sync(0xffffffffu, square, 4 * this->g_ + this->g_ / 2);
-      }
-      scale[r] = query_scale_of(this->p_, kDelta && this->p_.normalize, norm);
+      const float square = this->g_ % 2 == 0 ? squares[r][2 * r] : squares[r][2 * r + 1];  // with one lane of the row
+      const float norm = __shfl_sync(0xffffffffu, square, 4 * this->g_ + this->g_ / 2);
+      scale[r] = query_scale_of(this->p_, this->p_.normalize, norm);
       decays[r] = scale[r] * exp2_approx(sums[16 * this->warp_ + this->g_ + 8 * r]);
     }
 #pragma unroll
     for (int i = 0; i < 16; ++i) made[i / 4][i % 4] = 0;
-    each_pair_of_tokens<kDelta>(sums, key_scale, [&](int n, int r, int row, int column, float2 decay) {
+    each_pair_of_tokens(sums, key_scale, [&](int n, int r, int row, int column, float2 decay) {
       made[n / 2][n % 2 * 2 + r] = query_pair(products + 4 * n + 2 * r, row, column, decay, scale[r]);
     });
   }
@@ -354,19 +345,6 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
     tell(free, kGroups - 1);
   }
 
-  __device__ void add_values(const unsigned char* values, float skip, float (&o)[32]) const {
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const uint32_t pair = *reinterpret_cast<const uint32_t*>(
-            values + panel_at(16 * this->warp_ + this->g_ + 8 * h, n) + 4 * this->t_);
-        o[4 * n + 2 * h] = fmaf(skip, __uint_as_float(pair << 16), o[4 * n + 2 * h]);
-        o[4 * n + 2 * h + 1] = fmaf(skip, __uint_as_float(pair & 0xffff0000u), o[4 * n + 2 * h + 1]);
-      }
-    }
-  }
-
   __device__ void store_tokens(const ChunkNote& note, const unsigned char* out, int panel) const {
     const LinearStep& p = this->p_;
     const int lane = threadIdx.x % 32, row = note.first_row + 64 * panel + lane % 8 * 8;
@@ -375,16 +353,7 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
     for (int i = 0; i < 4; ++i) {
       const int token = 16 * this->warp_ + 4 * i + lane / 8;
       if (token >= note.size) break;
-      auto values = load_vec<Vec<Bf16, 8>>(reinterpret_cast<const Bf16*>(out + panel_at(token, lane % 8)));
-      if (!kDelta && p.z.data != nullptr) {
-        const Bf16* gates = static_cast<const Bf16*>(p.z.data) + (note.begin + token) * p.z.stride_request +
-                            note.head * p.z.stride_head + row;
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          const float z = static_cast<float>(gates[j]);
-          values.data[j] = __float2bfloat16(static_cast<float>(values.data[j]) * z * sigmoid(z));
-        }
-      }
+      const auto values = load_vec<Vec<Bf16, 8>>(reinterpret_cast<const Bf16*>(out + panel_at(token, lane % 8)));
       store_vec(
           static_cast<Bf16*>(p.out) + (note.begin + token) * p.out_stride_request + note.head * p.out_stride_head + row,
           values);

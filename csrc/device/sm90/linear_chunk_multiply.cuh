@@ -20,17 +20,16 @@ __device__ __forceinline__ void multiply_by_keys(float (&to)[32], uint32_t rows,
 struct MultiplyGroup {
   template <int kKeys, bool kDelta, bool kQueries>
   __device__ static void multiply(TokenProducts& made, uint32_t keys, uint32_t queries) {
+    static_assert(kDelta);  // of state spaces these products are made by their pass
     wgmma_fence();
-    if constexpr (kDelta) multiply_by_keys<kKeys>(made.key_key, keys, keys);
+    multiply_by_keys<kKeys>(made.key_key, keys, keys);
     if constexpr (kQueries) multiply_by_keys<kKeys>(made.query_key, queries, keys);
     wgmma_commit();
     if constexpr (!kQueries) {
       wgmma_wait<0>(made.key_key);
-    } else if constexpr (kDelta) {
+    } else {
       square_queries<kKeys>(made.query_query, queries);
       wgmma_wait<0>(made.key_key, made.query_key);
-    } else {
-      wgmma_wait<0>(made.query_key);
     }
   }
   __device__ static void rows_are_there() { fence_async_proxy(); }

@@ -18,14 +18,17 @@ struct RingTurn {
   }
 };
 
+// Of the delta rule. State spaces take what follows for the ends of segments alone; their other kernels are in
+// ssd/sm90/ring.cuh.
 template <int kKeys_, bool kDelta_, bool kChannels_, int kGroups_, Part kPart_ = Part::kWhole, bool kMakes_ = false>
 struct RingShared {
+  static_assert(kDelta_);
   static constexpr int kKeys = kKeys_, kGroups = kGroups_;
-  static constexpr bool kDelta = kDelta_, kChannels = kChannels_, kMakes = false;
+  static constexpr bool kDelta = true, kChannels = kChannels_, kMakes = false;
   static constexpr bool kOutsApart = kGroups == 1 || !kChannels || kKeys < 64 * kGroups;  // else where queries were
   static constexpr Part kPart = kPart_;
   using Note = std::conditional_t<kPart == Part::kWhole, ChunkNote, SegmentNote>;
-  using Stage = typename PassShared<kKeys, kDelta, kChannels, 4 * kGroups>::Stage;
+  using Stage = typename PassShared<kKeys, true, kChannels, 4 * kGroups>::Stage;
   static constexpr int kCopyBytes = kGroups * (kKeys / 64 + (kOutsApart ? 2 : 1)) * kPanelBytes;
   static constexpr int kStages = 3 * sizeof(Stage) + kCopyBytes <= 226 << 10 ? 3 : 2;
 
@@ -53,16 +56,16 @@ struct RingShared {
 
 // The masked products of queries are made where outputs are, and have no place. Outputs have one in shared memory where
 // that does not cost a stage, else the queries'.
-template <int kKeys_, bool kDelta_, int kGroups_>
-struct RingShared<kKeys_, kDelta_, false, kGroups_, Part::kWhole, true> {
+template <int kKeys_, int kGroups_>
+struct RingShared<kKeys_, true, false, kGroups_, Part::kWhole, true> {
   static constexpr int kKeys = kKeys_, kGroups = kGroups_, kPanels = kKeys / 64;
-  static constexpr bool kDelta = kDelta_, kChannels = false, kMakes = true;
+  static constexpr bool kDelta = true, kChannels = false, kMakes = true;
   static constexpr Part kPart = Part::kWhole;
   using Note = ChunkNote;
   struct Stage {
     alignas(1024) unsigned char k[kPanels * kPanelBytes];
     unsigned char q[kPanels * kPanelBytes];
-    unsigned char t[kDelta ? kPanelBytes : 1024];
+    unsigned char t[kPanelBytes];
     unsigned char v[kGroups * kPanelBytes];
     float factors[kFactorRows][kChunk];
   };
@@ -100,7 +103,6 @@ struct RingShared<kKeys_, kDelta_, kChannels_, 1, Part::kEnds> {
   static constexpr bool kDelta = kDelta_, kChannels = kChannels_, kMakes = false, kOutsApart = true;
   static constexpr Part kPart = Part::kEnds;
   using Note = SegmentNote;
-  using Turn = typename RingShared<kKeys_, kDelta_, kChannels_, 1>::Turn;
   struct Stage {
     alignas(1024) unsigned char k[kKeys / 64 * kPanelBytes];
     unsigned char k_end[kChannels ? kKeys / 64 * kPanelBytes : 1024];
@@ -109,6 +111,8 @@ struct RingShared<kKeys_, kDelta_, kChannels_, 1, Part::kEnds> {
     float factors[kFactorRows][kChunk];
   };
   static constexpr int kStages = 3 * sizeof(Stage) + 1024 <= 112 << 10 ? 3 : 2;
+
+  using Turn = RingTurn<kStages>;
 
   Stage stages[kStages];
   Note notes[kStages];
@@ -240,8 +244,7 @@ class ChunkRing : public ChunkConsumers<RingShared<kKeys_, kDelta_, kChannels_, 
     const uint32_t full = this->ring_.full(turn), keys = smem_address(stage.k), values = smem_address(stage.v);
     const int group = note.head / p.heads_per_group;
     constexpr ChunkScratch kLayout{.panels = kKeys / 64, .delta = kDelta, .channels = kChannels};
-    constexpr bool kCopiesP = kOutputs && !kMakes;
-    constexpr int kPanels = kKeys / 64, kProducts = ((kDelta ? 1 : 0) + (kCopiesP ? 1 : 0)) * kPanelBytes;
+    constexpr int kPanels = kKeys / 64, kProducts = (kDelta + (kOutputs && !kMakes)) * kPanelBytes;
     constexpr int kFactors = kFactorRows * kChunk * 4, kCopies = kOutputs ? 3 : 2;
     constexpr int kKeyBytes = kChannels ? kCopies * kPanels * kPanelBytes : 0;
     constexpr int kBoxBytes = ((kChannels ? 0 : (kCopies - 1) * kPanels) + kGroups) * kPanelBytes;
@@ -267,11 +270,7 @@ class ChunkRing : public ChunkConsumers<RingShared<kKeys_, kDelta_, kChannels_, 
           copy_boxes<kPanels>(smem_address(stage.q), maps_.q, full, 0, note, group);
         }
       }
-      if constexpr (kDelta) {
-        copy_bytes(smem_address(stage.t), scratch, kProducts, full);
-      } else if constexpr (kCopiesP) {
-        copy_bytes(smem_address(stage.p), scratch, kProducts, full);
-      }
+      if constexpr (kDelta) copy_bytes(smem_address(stage.t), scratch, kProducts, full);
       copy_bytes(smem_address(stage.factors), scratch + kLayout.factors_at(), kFactors, full);
     }
     if (boxes && !map) return mbarrier_arrive(full);

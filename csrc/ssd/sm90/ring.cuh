@@ -209,7 +209,7 @@ class SsdRing : public ChunkConsumers<SsdPlaces<kKeys_, kPart_>> {
       named_barrier_arrive(kStateFree + group, kMeeting);
 #pragma unroll
       for (int i = 0; i < 32; ++i) o[i] = fmaf(decays[i / 2 % 2], of_state[i], o[i]);
-      if (p.skip != nullptr) this->add_values(stage.v, p.skip[note.head], o);
+      if (p.skip != nullptr) add_values(stage.v, p.skip[note.head], o);
       release(turn);
       __syncwarp();  // the outputs before have been read
 #pragma unroll
@@ -220,7 +220,7 @@ class SsdRing : public ChunkConsumers<SsdPlaces<kKeys_, kPart_>> {
       }
       __syncwarp();
       if (p.z.data != nullptr) {
-        this->store_tokens(note, this->ring_.o[group], 0);
+        store_gated(note, this->ring_.o[group]);
       } else {
         store_plain(note, this->ring_.o[group]);
       }
@@ -228,7 +228,42 @@ class SsdRing : public ChunkConsumers<SsdPlaces<kKeys_, kPart_>> {
     }
   }
 
-  // `store_tokens` without gates, whose code lies between its stores.
+  __device__ void add_values(const unsigned char* values, float skip, float (&o)[32]) const {
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint32_t pair = *reinterpret_cast<const uint32_t*>(
+            values + panel_at(16 * this->warp_ + this->g_ + 8 * h, n) + 4 * this->t_);
+        o[4 * n + 2 * h] = fmaf(skip, __uint_as_float(pair << 16), o[4 * n + 2 * h]);
+        o[4 * n + 2 * h + 1] = fmaf(skip, __uint_as_float(pair & 0xffff0000u), o[4 * n + 2 * h + 1]);
+      }
+    }
+  }
+
+  __device__ void store_gated(const Note& note, const unsigned char* out) const {
+    const LinearStep& p = this->p_;
+    const int lane = threadIdx.x % 32, row = note.first_row + lane % 8 * 8;
+    if (row >= p.value_dim) return;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int token = 16 * this->warp_ + 4 * i + lane / 8;
+      if (token >= note.size) break;
+      auto values = load_vec<Vec<Bf16, 8>>(reinterpret_cast<const Bf16*>(out + panel_at(token, lane % 8)));
+      const Bf16* gates = static_cast<const Bf16*>(p.z.data) + (note.begin + token) * p.z.stride_request +
+                          note.head * p.z.stride_head + row;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const float z = static_cast<float>(gates[j]);
+        values.data[j] = __float2bfloat16(static_cast<float>(values.data[j]) * z * sigmoid(z));
+      }
+      store_vec(
+          static_cast<Bf16*>(p.out) + (note.begin + token) * p.out_stride_request + note.head * p.out_stride_head + row,
+          values);
+    }
+  }
+
+  // The same without gates, whose code lies between the stores.
   __device__ void store_plain(const Note& note, const unsigned char* out) const {
     const LinearStep& p = this->p_;
     const int lane = threadIdx.x % 32, row = note.first_row + lane % 8 * 8, first = 16 * this->warp_ + lane / 8;

@@ -67,15 +67,15 @@ void ssd_ring(const LinearPrefill& p, const sm90::ChunkCuts& cuts, int works, in
            [&] { sm90::ssd_ring_kernel<Ring>(p, maps, cuts, works, ceil_div(p.step.value_dim, Ring::kRows)); });
 }
 
-template <int kKeys, bool kDelta>
+template <int kKeys>
 void ahead(const LinearPrefill& p) {
-  constexpr ChunkScratch kLayout{.panels = kKeys / 64, .delta = kDelta, .channels = false};
+  constexpr ChunkScratch kLayout{.panels = kKeys / 64, .delta = true, .channels = false};
   if (sm90::kAheadWorkers * sizeof(LocalShared<kKeys>) > sizeof(memory)) std::abort();
   const int groups = p.step.num_heads / p.step.heads_per_group, parts = ceil_div(p.step.heads_per_group, kLocalHeads);
   const int64_t chunks = chunk_places(p.num_tokens, p.step.batch_size) * p.step.num_heads;
   run_grid(ceil_div(chunks, int64_t{256}), 256,
            [&] { sm90::clear_marks_kernel(p.scratch, chunks, kLayout.bytes(), kLayout.mark_at()); });
-  run_grid(3, sm90::kAheadWorkers * kLocalThreads, [&] { sm90::chunk_ahead_kernel<kKeys, kDelta>(p, groups, parts); });
+  run_grid(3, sm90::kAheadWorkers * kLocalThreads, [&] { sm90::chunk_ahead_kernel<kKeys>(p, groups, parts); });
 }
 
 template <class Ring>
@@ -130,7 +130,7 @@ void chunks(const LinearPrefill& p) {
   }
   if constexpr (kKeys <= 128 && !kChannels && kDelta) {
     if (!cuts && std::getenv("ATTNOPS_CUDA_MODEL_RING") != nullptr && turn % 3 == 0) {
-      ahead<kKeys, kDelta>(p);
+      ahead<kKeys>(p);
       return ring<sm90::ChunkRing<kKeys, kDelta, kChannels, 1>>(p, 1 + turn++ / 3 % 5, true);
     }
   }
@@ -140,7 +140,7 @@ void chunks(const LinearPrefill& p) {
   } else {
     const int groups = p.step.num_heads / p.step.heads_per_group;
     const int parts = ceil_div(p.step.heads_per_group, kLocalHeads);
-    using Meet = std::conditional_t<kKeys <= 128, sm90::MeetGroup, MeetCta>;
+    using Meet = std::conditional_t<kKeys <= 128 && kDelta, sm90::MeetGroup, MeetCta>;
     const bool makes = kKeys <= 128 && (!cuts || !kDelta) && std::getenv("ATTNOPS_CUDA_MODEL_RING") != nullptr;
     run_grid(places * groups * parts, kLocalThreads, [&] {
       if constexpr (kKeys <= 128) {
@@ -151,6 +151,8 @@ void chunks(const LinearPrefill& p) {
   }
   if constexpr (kKeys <= 128) {
     if (cuts) return cut<kKeys, kDelta, kChannels>(p);
+  }
+  if constexpr (kKeys <= 128 && kDelta) {
     if (std::getenv("ATTNOPS_CUDA_MODEL_RING") != nullptr) {
       if constexpr (!kChannels) {
         constexpr sm90::Part kWhole = sm90::Part::kWhole;
