@@ -35,6 +35,12 @@ def _draw_problem(draw: Draw, second: bool) -> SparseProblem:
         "sinks": draw.chance(0.5),
         "seed": draw.number(0, 1 << 30),
     }
+    if on_gpu and draw.chance(0.1):  # several tokens a CTA
+        options |= {
+            "shape": (draw.pick([140, 300]), 1),
+            "heads": draw.pick([16, 40, 64]),
+            "topk": draw.pick([5, 64, 130]),
+        }
     draw.note(**options)
     draw.saw(f"sparse rows {options['kind']}")
     return sparse_problem(**options, device=draw.device)

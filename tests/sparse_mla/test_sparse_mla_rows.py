@@ -103,6 +103,24 @@ def test_max_logits_of_many_tokens(heads, kind):
         torch.testing.assert_close(lse[first::2].double().cpu(), expected[1][first::2], rtol=1e-2, atol=atol)
 
 
+# A CTA has several tokens, of any number of tiles, none among them. What leaves through the place of a tile must be out
+# before the next token's tiles come.
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [40, 64, 128])
+@pytest.mark.parametrize("kind", ["own", "shared"])
+@pytest.mark.parametrize("topk", [60, 128, 330])
+@pytest.mark.parametrize("holes", [False, True])
+def test_prefill_of_many_tokens_of_many_heads(heads, kind, topk, holes):
+    lists = {"shape": (400, 1), "heads": heads, "topk": topk, "lengths": True, "holes": holes, "sinks": holes}
+    problem = sparse_problem(kind, BF16, **lists, device="cuda")
+    with reaches("sparse_mla", "sm90_list_bf16"):
+        out, lse, _ = prefill(problem, with_most=False)
+    assert_right(problem, out, lse)
+    again = prefill(problem)
+    assert_right(problem, *again)
+    assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [16, 32])
 @pytest.mark.parametrize("requests", [1, 2, 7, 40, 300])

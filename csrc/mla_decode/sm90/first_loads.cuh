@@ -20,6 +20,17 @@ __device__ inline void copy_queries(const Params& p, const Maps& maps, uint32_t 
   }
 }
 
+// The same of lists, in two halves: the rope part's place is given back last.
+__device__ inline void copy_latent_queries(const Maps& maps, uint32_t shared, int request, int first_row) {
+  attnops::sm90::mbarrier_arrive_expect(shared + kQueriesFull, kOperandBytes);
+  attnops::sm90::copy_box(shared + kQ, &maps.q, shared + kQueriesFull, 0, first_row, 0, request);
+}
+__device__ inline void copy_rope_queries(const Params& p, const Maps& maps, uint32_t shared, int request,
+                                         int first_row) {
+  attnops::sm90::copy_box(shared + kQ + kRopeTile * kTileBytes, &maps.q_pe, shared + kQueriesFull,
+                          p.q_pe ? 0 : kHeadDimV, first_row, request);
+}
+
 // What a part has asked for before its loaders begin, as bits.
 enum Asked : int { kAskedQueries = 1, kAskedEven = 2, kAskedOdd = 4 };
 

@@ -24,8 +24,8 @@ using attnops::sm90::wgmma_wait;
 template <typename T, int kGroup, Options kOptions>
 class Consumer {
  public:
-  __device__ Consumer(const Params& p, const Modes& modes, uint8_t* base, uint32_t shared)
-      : p_(p), modes_(modes), base_(base), shared_(shared), lane_(threadIdx.x % 32) {}
+  __device__ Consumer(const Params& p, const Maps& maps, const Modes& modes, uint8_t* base, uint32_t shared)
+      : p_(p), maps_(maps), modes_(modes), base_(base), shared_(shared), lane_(threadIdx.x % 32) {}
 
   __device__ void run() {
     PieceWalkFor<kOptions> walk(*reinterpret_cast<const SplitKvEntry*>(base_ + kEntry));
@@ -40,6 +40,8 @@ class Consumer {
           attnops::sm90::mbarrier_arrive(shared_ + kRowsStored);
         }
       }
+      // Group 0 lets its first scores go ahead, unless they are in that place.
+      if (kGroup == 1 || stored_ == 0) finish_store();
       rows_.begin<kOptions>(p_, piece);
       mbarrier_wait(shared_ + kQueriesFull, count & 1);
       fence_async_proxy();
@@ -53,16 +55,49 @@ class Consumer {
           step_odd(piece, t, s, o);
         }
       }
-      if (piece.num_tiles % 2 == 0) release(kQueriesEmpty);
+      if (!kListed && piece.num_tiles % 2 == 0) release(kQueriesEmpty);
+      if (kListed) release(kQueriesRopeEmpty);
       if constexpr (selects(kOptions) && kGroup == 1) give_tops(count & 1);
       const RowSums sums =
           exchange_sums(rows_, reinterpret_cast<float*>(base_ + kSums), shared_ + kRowSums, count & 1, kGroup);
       if constexpr (selects(kOptions) && kGroup == 0) store_tops(piece, count & 1);
-      store_rows<T, kOptions>(p_, piece, rows_, sums, kGroup, modes_.out_aligned, base_ + kP0, shared_ + kP0, o);
+      store(piece, sums, o);
     }
+    finish_store();
   }
 
  private:
+  static constexpr bool kListed = kOptions == Options::kSelected;
+  static constexpr int kPart = kGroup == 0 ? kPartLeft : kPartRight;  // of a tile: the group's values
+
+  // Whether a piece's rows leave through the place of the group's values of its last tile, given back after that.
+  __device__ bool stores_by_map(const Piece& piece) const { return kListed && modes_.out_by_map && piece.partial < 0; }
+  __device__ bool keeps_place(const Piece& piece, int t) const {
+    return kListed && t + 1 == piece.num_tiles && stores_by_map(piece);
+  }
+
+  __device__ void store(const Piece& piece, const RowSums& sums, float (&o)[128]) {
+    if constexpr (kListed) {
+      if (stores_by_map(piece)) {
+        stored_ = (piece.num_tiles - 1) % 2;
+        const int place = kKv + stored_ * kOperandBytes + kGroup * 4 * kTileBytes;
+        const auto address = [&](int k, int kk) { return fragment(place + k * kTileBytes, kk); };
+        store_rows_by_map<T>(p_, &maps_.kv, piece, rows_, sums, kGroup, shared_ + place, address, o);
+        return;
+      }
+    }
+    store_rows<T, kOptions>(p_, piece, rows_, sums, kGroup, modes_.out_aligned, base_ + kP0, shared_ + kP0, o);
+  }
+
+  // Gives the place back that rows have left through.
+  __device__ void finish_store() {
+    if (!kListed || stored_ < 0) return;
+    if (lane_ == 0) attnops::sm90::wait_for_reads();
+    __syncwarp();
+    release(stored_, kPart);
+    stored_ = -1;
+  }
+
   // The steps take a pair of tiles, t and t + 1.
 
   // Group 0: scores and softmax of tile t, its product, then that of tile t + 1 with the other group's probabilities.
@@ -72,12 +107,21 @@ class Consumer {
     multiply_queries(0, s);
     const bool has_odd = t + 1 < piece.num_tiles;
     if (has_odd) attnops::sm90::named_barrier_arrive(kScores0, kConsumerThreads);
+    finish_store();
     wgmma_wait<0>(s);
     release(0, kPartRope);
-    if (!has_odd) release(kQueriesEmpty);  // ahead of the products, for the next piece
+    if (kListed ? t + 2 >= piece.num_tiles : !has_odd) {
+      release(kQueriesEmpty);  // ahead of the products, for the next piece
+    }
 
     float factor[kRowsPerThread];
-    softmax_tile<kOptions>(p_, piece, rows_, tile * kPlanTileTokens, s, factor, [] {}, listed_keys(0));
+    if constexpr (selects(kOptions)) {
+      float top[kRowsPerThread];
+      const float scale = listed_tops(p_, listed_keys(0), s, top);
+      listed_exponentials(rows_, scale, top, s, factor, [] {});
+    } else {
+      softmax_tile<kOptions>(p_, piece, rows_, tile * kPlanTileTokens, s, factor, [] {}, listed_keys(0));
+    }
     uint32_t a[4][4];
     give_probabilities(kP0, s, a);
     attnops::sm90::named_barrier_arrive(kProbabilities0, kConsumerThreads);
@@ -86,11 +130,11 @@ class Consumer {
     multiply_values(a, 0, o);
     flip_parity(0);
     wgmma_wait<0>(o);
-    release(0, kPartLeft);
+    if (!keeps_place(piece, t)) release(0, kPart);
     if (has_odd) {
       multiply_odd(piece, tile + 1, o);
       wgmma_wait<0>(o);
-      release(1, kPartLeft);
+      if (!keeps_place(piece, t + 1)) release(1, kPart);
     }
   }
 
@@ -118,38 +162,54 @@ class Consumer {
       multiply_queries(1, s);
       wgmma_wait<0>(s);
       release(1, kPartRope);
+      if (kListed && t + 2 >= piece.num_tiles) release(kQueriesEmpty);
     } else {
       release(kQueriesEmpty);
     }
 
     float factor[kRowsPerThread];
+    float top[kRowsPerThread], scale = 1.f;
+    if constexpr (selects(kOptions)) {
+      if (has_odd) scale = listed_tops(p_, listed_keys(1), s, top);  // while group 0 is in its softmax
+    }
     attnops::sm90::named_barrier_sync(kProbabilities0, kConsumerThreads);
     follow_maximum(rows_, maxima(0), factor);
     rescale(o, factor);
-    wait_part(0, kPartRight);
-    clear_tail(piece, tile, 0);
-    multiply_values(kP0, 0, o);
-    flip_parity(0);
+    const auto multiply_even = [&] {
+      wait_part(0, kPart);
+      clear_tail(piece, tile, 0);
+      multiply_values(kP0, 0, o);
+      flip_parity(0);
+    };
+    if (!selects(kOptions) || !has_odd) multiply_even();
     if (!has_odd) {
       wgmma_wait<0>(o);
-      release(0, kPartRight);
+      if (!keeps_place(piece, t)) release(0, kPart);
       return;
     }
 
     const auto give_back = [&] {
       wgmma_wait<0>(o);
-      release(0, kPartRight);
+      release(0, kPart);
     };
-    softmax_tile<kOptions>(p_, piece, rows_, (tile + 1) * kPlanTileTokens, s, factor, give_back, listed_keys(1));
+    float odd_factor[kRowsPerThread];
+    if constexpr (selects(kOptions)) {
+      // The product of tile t begins between the exponentials: before that the matrix units are busy with group 0's,
+      // and this group would do nothing but wait for them.
+      listed_exponentials(rows_, scale, top, s, odd_factor, multiply_even);
+    } else {
+      softmax_tile<kOptions>(p_, piece, rows_, (tile + 1) * kPlanTileTokens, s, odd_factor, give_back, listed_keys(1));
+    }
     uint32_t a[4][4];
     give_probabilities(kP1, s, a);
     attnops::sm90::mbarrier_arrive(shared_ + kProbabilities1);
-    rescale(o, factor);
+    if constexpr (selects(kOptions)) give_back();
+    rescale(o, odd_factor);
     clear_tail(piece, tile + 1, 1);
     multiply_values(a, 1, o);
     flip_parity(1);
     wgmma_wait<0>(o);
-    release(1, kPartRight);
+    if (!keeps_place(piece, t + 1)) release(1, kPart);
   }
 
   // Common calls bring a request's last tile whole: zeros for this group's values behind the keys, for 0 x NaN must not
@@ -286,6 +346,7 @@ class Consumer {
   __device__ void release(int barrier) const { attnops::sm90::mbarrier_arrive(shared_ + barrier); }
 
   const Params& p_;
+  const Maps& maps_;
   const Modes& modes_;
   uint8_t* const base_;
   const uint32_t shared_;
@@ -293,9 +354,11 @@ class Consumer {
   RowState rows_;
   uint32_t q_rope_[4][4];
   uint32_t full_parity_ = 0;  // bit of the buffer: the phase to wait for
+  int stored_ = -1;           // the buffer that a piece's rows are leaving through
 };
 
 // By one thread: a barrier for each lane becomes a loop over the lanes, of a thousand cycles.
+template <Options kOptions>
 __device__ inline void init_barriers(uint32_t shared, bool queries_by_map) {
 #pragma unroll
   for (int i = 0; i < kBarrierCount; ++i) {
@@ -305,6 +368,9 @@ __device__ inline void init_barriers(uint32_t shared, bool queries_by_map) {
     if (at == kQueriesFull && queries_by_map) arrivals = 1;
     if (at == kQueriesEmpty || at == kRowSums) arrivals = kConsumerThreads;
     attnops::sm90::mbarrier_init(shared + at, arrivals);
+  }
+  if constexpr (kOptions == Options::kSelected) {
+    attnops::sm90::mbarrier_init(shared + kQueriesRopeEmpty, kConsumerThreads);
   }
   attnops::sm90::mbarrier_init_fence();
 }
@@ -317,7 +383,7 @@ __device__ inline void start(const Params& p, const Maps& maps, const Modes& mod
   if (lane == 0) {
     if (modes.use_boxes) attnops::sm90::prefetch_map(&maps.kv);
     if (modes.queries_by_map) attnops::sm90::prefetch_map(&maps.q);
-    init_barriers(shared, modes.queries_by_map);
+    init_barriers<kOptions>(shared, modes.queries_by_map);
   }
   __syncwarp();
   attnops::sm90::wait_for_prerequisites();
@@ -341,10 +407,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int group = threadIdx.x / kGroupThreads;
   if (group == 0) {
     attnops::sm90::registers_increase<224>();
-    Consumer<T, 0, kOptions>(p, modes, shared_bytes, shared).run();
+    Consumer<T, 0, kOptions>(p, maps, modes, shared_bytes, shared).run();
   } else if (group == 1) {
     attnops::sm90::registers_increase<224>();
-    Consumer<T, 1, kOptions>(p, modes, shared_bytes, shared).run();
+    Consumer<T, 1, kOptions>(p, maps, modes, shared_bytes, shared).run();
   } else {
     attnops::sm90::registers_decrease<56>();
     Loader<kOptions, kLoads>(p, maps, modes, *reinterpret_cast<const SplitKvEntry*>(shared_bytes + kEntry),

@@ -114,22 +114,56 @@ void launch_attention(const Params& p, const Modes& modes, cudaStream_t stream) 
       "mla_decode_kernel", {p.num_sm_parts, kThreads, kSharedBytes, kSharedBytes}, stream, p, maps, modes);
 }
 
+// Rows of the output, 16 a box.
+inline CUtensorMap make_out_map(const Params& p) {
+  const int64_t element = size_of(p.dtype);
+  const auto stride = [&](int64_t count, int64_t n) { return static_cast<uint64_t>(count > 1 ? n * element : 16); };
+  return attnops::sm90::make_tensor_map(
+      {.dtype = p.dtype,
+       .base = p.out,
+       .extents = {kHeadDimV, static_cast<uint64_t>(p.num_q_heads), static_cast<uint64_t>(p.batch_size)},
+       .strides = {stride(p.num_q_heads, p.out_stride_head), stride(p.batch_size, p.out_stride_request)},
+       .box_rows = 16});
+}
+
+// As of a common call, but for rows' places.
+inline Maps make_list_maps(const Params& p, const Modes& modes) {
+  Maps maps{};
+  if (modes.out_by_map) maps.kv = make_out_map(p);
+  if (!modes.queries_by_map) return maps;
+  const Maps common = make_maps(p, modes);
+  maps.q_pe = p.q_pe ? common.q_pe : common.q;
+  const int64_t element = size_of(p.dtype);
+  const int64_t request = p.batch_size == 1 ? p.q_stride_head * p.num_q_heads : p.q_stride_request;
+  maps.q = attnops::sm90::make_row_map(
+      {.dtype = p.dtype,
+       .base = p.q,
+       .extents = {kHeadDimV, static_cast<uint64_t>(p.num_q_heads), static_cast<uint64_t>(p.batch_size)},
+       .strides = {static_cast<uint64_t>(p.q_stride_head * element), static_cast<uint64_t>(request * element)},
+       .box_rows = kPlanRows});
+  return maps;
+}
+
 // Lists of rows.
 template <typename T>
 void launch_selected(const Params& given, cudaStream_t stream) {
   if (given.batch_size == 0) return;
   const Params p = as_page_table(given);
-  const Modes modes{.use_boxes = false,
-                    .queries_by_map = queries_fit(p),
-                    .out_aligned = output_aligned(p),
-                    .tiles_per_page = 1,
-                    .box_shift = 0,
-                    .by_page_size = Divisor(p.selected.page_size),
-                    .units = row_units(p.selected, p.kv_dtype),
-                    .by_extra_size = Divisor(p.extra.page_size),
-                    .extra_units = row_units(p.extra, p.kv_dtype)};
+  Modes modes{.use_boxes = false,
+              .queries_by_map = queries_fit(p),
+              .out_aligned = output_aligned(p),
+              .tiles_per_page = 1,
+              .box_shift = 0,
+              .by_page_size = Divisor(p.selected.page_size),
+              .units = row_units(p.selected, p.kv_dtype),
+              .by_extra_size = Divisor(p.extra.page_size),
+              .extra_units = row_units(p.extra, p.kv_dtype)};
   if (HeadMasks(p).bits != nullptr) return launch_attention<T, Options::kMasked, Loads::kGathered>(p, modes, stream);
-  launch_attention<T, Options::kSelected, Loads::kGathered>(p, modes, stream);
+  modes.out_by_map = output_aligned(p) && (p.num_q_heads == 1 || p.out_stride_head > 0) &&
+                     (p.batch_size == 1 || p.out_stride_request > 0);
+  launch_dependent<&mla_decode_kernel<T, Options::kSelected, Loads::kGathered>>(
+      "mla_decode_kernel", {p.num_sm_parts, kThreads, kSharedBytes, kSharedBytes}, stream, p, make_list_maps(p, modes),
+      modes);
   if (p.tile_scheduler_metadata) launch_merge<T>(p, stream);
 }
 

@@ -34,7 +34,9 @@ inline constexpr int kAsked = kRowLists + 4 * 32 * 4;  // int: what the part has
 inline constexpr int kKeyMasks = kAsked + 16;          // uint64 [2], by buffer: which keys of a list there are
 inline constexpr int kTops = kKeyMasks + 16;           // float [2][64], by parity of the piece: group 1's, of lists
 inline constexpr int kHeadMasks = kTops + 2 * 64 * 4;  // uint64 [2][kMostHeadGroups], by buffer: who sees which keys
-inline constexpr int kSharedBytes = kHeadMasks + 2 * kMostHeadGroups * 8;
+// A barrier: of lists, whose other queries are given back earlier.
+inline constexpr int kQueriesRopeEmpty = kHeadMasks + 2 * kMostHeadGroups * 8;
+inline constexpr int kSharedBytes = kQueriesRopeEmpty + 8;
 static_assert(kSharedBytes <= 227 * 1024);
 
 // A KV tile arrives in five units and is given back in three.

@@ -373,12 +373,19 @@ class Loader : BoxLoads {
       // By a warp whose own first place, of an odd tile, is not free earlier than that of the queries.
       if (warp_ == 3 && lane_ == 0 && !(count == 0 && asked_ & kAskedQueries)) {
         mbarrier_wait(shared_ + kQueriesEmpty, (count & 1) ^ 1);
-        copy_queries(p_, maps_, shared_, piece.request, piece.first_row);
+        if constexpr (kOptions == Options::kSelected) {
+          copy_latent_queries(maps_, shared_, piece.request, piece.first_row);
+          mbarrier_wait(shared_ + kQueriesRopeEmpty, (count & 1) ^ 1);
+          copy_rope_queries(p_, maps_, shared_, piece.request, piece.first_row);
+        } else {
+          copy_queries(p_, maps_, shared_, piece.request, piece.first_row);
+        }
       }
       __syncwarp();
       return;
     }
     mbarrier_wait(shared_ + kQueriesEmpty, (count & 1) ^ 1);
+    if constexpr (kOptions == Options::kSelected) mbarrier_wait(shared_ + kQueriesRopeEmpty, (count & 1) ^ 1);
 #pragma unroll 1
     for (int i = 0; i < 4; ++i) {
       const int row = 16 * warp_ + 4 * i + lane_ / 8, chunk = lane_ % 8;

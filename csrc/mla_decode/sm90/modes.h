@@ -22,8 +22,11 @@ struct Modes {
   RowUnits units;
   Divisor by_extra_size;  // of a second pool
   RowUnits extra_units;
+  bool out_by_map = false;  // of lists: whole rows of the output go by the copy engine
 };
 
+// Of lists, whose rows come without maps: q is the latent part of all 64 rows, q_pe always the rope part, and kv is the
+// output, in boxes of 16 rows.
 struct Maps {
   CUtensorMap kv, q, q_pe;
   CUtensorMap kv_half;  // boxes of half as many rows, of common calls

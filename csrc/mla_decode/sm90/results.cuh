@@ -1,4 +1,5 @@
 #pragma once
+#include "device/sm90/store_box.cuh"
 #include "mla_decode/sm90/epilogue.cuh"
 
 // From an accumulator to the output or to a partial result, in as few instructions as it takes: a CTA runs this once or
@@ -65,24 +66,36 @@ __device__ inline void store_partial(const Params& p, const Piece& piece, const 
                                                                                       weight[1]};
 }
 
+// What the accumulators of a thread's rows are multiplied by in the end; those of rows that see nothing are zeros.
+struct RowEnds {
+  float lse[kRowsPerThread], factor[kRowsPerThread];
+
+  __device__ RowEnds(const RowState& rows, const RowSums& sums, float (&o)[128]) {
+    if (__any_sync(0xffffffffu, sums.total[0] == 0.f || sums.total[1] == 0.f)) {
+#pragma unroll
+      for (int i = 0; i < 128; ++i) {
+        if (sums.total[i / 2 % 2] == 0.f) o[i] = 0.f;  // what sees nothing may hold 0 x NaN
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < kRowsPerThread; ++h) {
+      const float sum = sums.total[h];
+      lse[h] = sum == 0.f ? -INFINITY : (rows.maximum[h] + __log2f(sum)) * kLn2;  // a NaN sum goes on: it must show
+      factor[h] = sum == 0.f ? 0.f : __fdividef(1.f, sum);
+    }
+  }
+};
+
+__device__ inline void store_lse(const Params& p, const Piece& piece, const RowPlace& at, float lse) {
+  if (p.lse) p.lse[(static_cast<int64_t>(piece.request) * p.seqlen_q + at.token) * p.num_q_heads + at.head] = lse;
+}
+
 // Writes this group's 256 of the 512 columns of the piece's rows. Both groups are done with `stage`.
 template <typename T, Options kOptions>
 __device__ inline void store_rows(const Params& p, const Piece& piece, const RowState& rows, const RowSums& sums,
                                   int group, bool aligned, const uint8_t* stage_base, uint32_t stage, float (&o)[128]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x % kGroupThreads / 32;
-  if (__any_sync(0xffffffffu, sums.total[0] == 0.f || sums.total[1] == 0.f)) {
-#pragma unroll
-    for (int i = 0; i < 128; ++i) {
-      if (sums.total[i / 2 % 2] == 0.f) o[i] = 0.f;  // what sees nothing may hold 0 x NaN
-    }
-  }
-  float lse[kRowsPerThread], factor[kRowsPerThread];
-#pragma unroll
-  for (int h = 0; h < kRowsPerThread; ++h) {
-    const float sum = sums.total[h];
-    lse[h] = sum == 0.f ? -INFINITY : (rows.maximum[h] + __log2f(sum)) * kLn2;  // a NaN sum goes on: it must show
-    factor[h] = sum == 0.f ? 0.f : __fdividef(1.f, sum);
-  }
+  auto [lse, factor] = RowEnds(rows, sums, o);
   if (piece.partial >= 0) return store_partial(p, piece, lse, factor, group, o);
 
   T* out[kRowsPerThread];
@@ -95,9 +108,7 @@ __device__ inline void store_rows(const Params& p, const Piece& piece, const Row
     if constexpr (kOptions != Options::kCommon) factor[h] *= sink_factor(p, at.head, lse[h]);
     out[h] = static_cast<T*>(p.out) + piece.request * p.out_stride_request + at.token * p.out_stride_token +
              at.head * p.out_stride_head + group * 256 + 8 * (lane % 4);
-    if (p.lse && valid[h] && group == 0 && lane % 4 == 0) {
-      p.lse[(static_cast<int64_t>(piece.request) * p.seqlen_q + at.token) * p.num_q_heads + at.head] = lse[h];
-    }
+    if (valid[h] && group == 0 && lane % 4 == 0) store_lse(p, piece, at, lse[h]);
   }
   const int offset = (2 * warp + group) * kStageBytes;
 #pragma unroll
@@ -126,6 +137,45 @@ __device__ inline void store_rows(const Params& p, const Piece& piece, const Row
     }
     __syncwarp();
   }
+}
+
+// The same of lists, by the copy engine, which reads the rows out of the group's four tiles at `place`; each warp has
+// its sixteen. `fragment(k, kk)` is the address of a fragment of tile k.
+template <typename T, class Fragment>
+__device__ inline void store_rows_by_map(const Params& p, const CUtensorMap* map, const Piece& piece,
+                                         const RowState& rows, const RowSums& sums, int group, uint32_t place,
+                                         const Fragment& fragment, float (&o)[128]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % kGroupThreads / 32;
+  auto [lse, factor] = RowEnds(rows, sums, o);
+#pragma unroll
+  for (int h = 0; h < kRowsPerThread; ++h) {
+    const int row = warp * 16 + lane / 4 + 8 * h;
+    const bool valid = row < piece.num_rows;
+    const RowPlace at = row_place(p, piece.first_row + (valid ? row : 0));
+    factor[h] *= sink_factor(p, at.head, lse[h]);
+    if (valid && group == 0 && lane % 4 == 0) store_lse(p, piece, at, lse[h]);
+  }
+#pragma unroll
+  for (int f = 0; f < 16; ++f) {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int at = 8 * f + 2 * i;
+      words[i] = attnops::sm90::pack_pair<T>(o[at] * factor[i % 2], o[at + 1] * factor[i % 2]);
+    }
+    attnops::sm90::store_fragment(words, fragment(f / 4, f % 4));
+  }
+  attnops::sm90::fence_async_proxy();
+  __syncwarp();
+  if (lane == 0) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      attnops::sm90::store_box(map, place + k * kTileBytes + warp * 16 * 128, group * 256 + k * 64,
+                               piece.first_row + warp * 16, piece.request);
+    }
+    attnops::sm90::commit_stores();
+  }
+  __syncwarp();
 }
 
 }  // namespace attnops::mla_decode::sm90

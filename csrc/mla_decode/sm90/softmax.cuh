@@ -253,6 +253,53 @@ __device__ inline void softmax_tile(const Params& p, const Piece& piece, RowStat
   }
 }
 
+// The same of lists in two steps. First what needs scores alone: the rows' largest, in the base-2 logarithm. Returns
+// what is left to multiply a score by.
+template <class Seen>
+__device__ inline float listed_tops(const Params& p, const Seen& seen, float (&s)[32], float (&top)[kRowsPerThread]) {
+  float scale = p.softmax_scale * kLog2e;
+  if (scale <= 0.f) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) s[i] *= scale;
+    scale = 1.f;
+  }
+  mask_unlisted(seen, s);
+#pragma unroll
+  for (int h = 0; h < kRowsPerThread; ++h) top[h] = scale * quad_max(row_top(s, h));
+  return scale;
+}
+
+// Then the exponentials. `halfway` as above.
+template <class Halfway>
+__device__ inline void listed_exponentials(RowState& rows, float scale, const float (&top)[kRowsPerThread],
+                                           float (&s)[32], float (&factor)[kRowsPerThread], const Halfway& halfway) {
+  float reference[kRowsPerThread];
+#pragma unroll
+  for (int h = 0; h < kRowsPerThread; ++h) {
+    rows.top[h] = fmaxf(rows.top[h], top[h]);
+    const float before = rows.maximum[h];
+    const float after = top[h] > before + kSlack ? top[h] : before;
+    factor[h] = rescale_factor(before, after);
+    rows.maximum[h] = after;
+    reference[h] = after == -INFINITY ? 0.f : after;
+  }
+#pragma unroll
+  for (int h = 0; h < kRowsPerThread; ++h) {
+    if (h == 1) halfway();
+    float sums[4] = {};
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float& x = s[4 * j + 2 * h + e];
+        x = exp2_fast(fmaf(x, scale, -reference[h]));
+        sums[(2 * j + e) % 4] += x;
+      }
+    }
+    rows.sum[h] = rows.sum[h] * factor[h] + ((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  }
+}
+
 // Takes over the reference maximum that the other group has moved to; `factor` as above.
 __device__ inline void follow_maximum(RowState& rows, const float* maxima, float (&factor)[kRowsPerThread]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x % kGroupThreads / 32;
