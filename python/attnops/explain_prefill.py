@@ -11,8 +11,10 @@ from torch import Tensor
 
 from attnops.metadata.fmha_plan import (
     MOST_PIECE_WORKS_PER_SM,
+    SHORT_ROWS,
     cuda_tile_q,
     cuts_in_part,
+    have_few_rows,
     tokens_as_a_rule,
     works_per_tile,
 )
@@ -75,10 +77,12 @@ def prefill_schedule(
     from attnops.explain import Piece
 
     group = max(num_q_heads // num_kv_heads, 1)
+    few_rows = have_few_rows(group, head_dim, max(seqlens_q, default=0))
     tile_q = cuda_tile_q(group, head_dim, tokens_as_a_rule(sum(seqlens_q), len(seqlens_q)))
+    tile_q = SHORT_ROWS // group if few_rows else tile_q
     works = works_per_tile(group, num_kv_heads, head_dim, tile_q)
     shape: dict[str, Any] = {"tile_q": tile_q, "causal": causal, "window_left": window_left}
-    in_part = cuts_in_part(head_dim)
+    in_part = cuts_in_part(head_dim, few_rows)
     order, pieces = prefill_plan(seqlens_q, seqlens_k, works=works, num_sms=num_sms, cut_in_part=in_part, **shape)
     cut = [] if pieces is None else pieces[1 : 1 + int(pieces[0, 0])].tolist()
     whole = {(request, tile) for request, tile, _, _ in cut}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from attnops import ops
 from attnops.metadata import FmhaPlan
-from attnops.metadata.fmha_plan import cuda_tile_q, tokens_as_a_rule
+from attnops.metadata.fmha_plan import cuda_tile_q, cuts_in_part, have_few_rows, tokens_as_a_rule
 
 # Built in a checkout, for these tests and for one Python version: tests/support/.
 _scheduler = pytest.importorskip("_scheduler", exc_type=ImportError)
@@ -89,6 +89,22 @@ def test_a_tile_of_few_rows_is_whole_short_tiles(group, tokens, head_dim, tile_q
     assert cuda_tile_q(group, head_dim, tokens) == tile_q
     assert cuda_tile_q(5, 128, 13) == 25
     assert cuda_tile_q(6, 64, 10) == 30 and cuda_tile_q(6, 256, 10) == 21
+
+
+def test_tiles_are_as_small_as_the_longest_request_allows():
+    """Up to 64 rows a request: a tile has no more, and none is cut as if CTAs were full."""
+    assert have_few_rows(1, 128, 64) and have_few_rows(8, 64, 8) and have_few_rows(5, 192, 12)
+    assert not any(have_few_rows(1, 128, n) for n in (None, 0, 65)) and not have_few_rows(1, 256, 1)
+    assert not have_few_rows(71, 128, 1) and not have_few_rows(8, 128, 9)
+    assert cuts_in_part(128) and not cuts_in_part(128, few_rows=True) and not cuts_in_part(64)
+
+
+@pytest.mark.gpu
+def test_a_plan_of_few_rows_has_small_tiles():
+    options = {"num_q_heads": 40, "num_kv_heads": 8, "device": "cuda"}
+    assert FmhaPlan.allocate(90, 30, max_seqlen_q=12, **options).tile_q == 12
+    assert FmhaPlan.allocate(90, 30, max_seqlen_q=13, **options).tile_q == 24
+    assert FmhaPlan.allocate(90, 30, max_seqlen_q=12, tile_q=20, **options).tile_q == 20
 
 
 def test_a_second_token_of_some_requests_chooses_no_tile():

@@ -27,7 +27,7 @@ def plan_for(problem, spare: int = 0, **options) -> FmhaPlan:
         num_kv_heads=keys.shape[-2],
         head_dim=problem.q.shape[2],
         device=problem.q.device,
-        **{name: options[name] for name in ("causal", "window_left") if name in options},
+        **{name: options[name] for name in ("causal", "window_left", "max_seqlen_q") if name in options},
     )
 
 
@@ -110,6 +110,31 @@ def test_few_rows_of_long_requests(seed):
     plan = plan_for(problem, r.choice([0, 0, 300]), **options)
     for _ in range(2):  # counters are as they were
         assert_right(problem, plan, **options)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_more_works_than_run_at_once(seed):
+    """Requests of few rows, and some that have several chunks of a tile."""
+    r = random.Random(seed)
+    kv_heads, group = r.choice([(5, 1), (16, 1), (2, 6), (8, 4), (4, 7), (8, 8), (8, 5)])
+    new = [r.choice(FEW) for _ in range(r.choice([60, 90, 140]))]
+    for i in r.sample(range(len(new)), r.choice([0, 4])):
+        new[i] = r.choice([40, 65, 130, 300]) // group + 1
+    keys = [n + r.choice([0, 0, 1, 30, 63, 64, 65, 200]) for n in new]
+    head_dim, head_dim_v = DIMS[seed % 8]
+    common = {"num_q_heads": kv_heads * group, "num_kv_heads": kv_heads, "kv_dtype": r.choice([None, None, FP8])}
+    if head_dim == head_dim_v and r.random() < 0.6:
+        page_size = r.choice([1, 16, 24, 64])
+        problem = paged_problem(keys, new, head_dim=head_dim, page_size=page_size, seed=seed, **common)
+    else:
+        shape = {"head_dim": head_dim, "head_dim_v": head_dim_v, "padding": r.choice([0, 3])}
+        problem = ragged_problem(new, keys, seed=seed, **shape, **common)
+    problem = problem.to("cuda")
+    options = {"causal": r.random() < 0.7, "window_left": r.choice([-1, -1, 0, 40])}
+    for most in (None, max(new)):  # tiles of both sizes
+        plan = plan_for(problem, max_seqlen_q=most, **options)
+        for _ in range(2):  # counters are as they were
+            assert_right(problem, plan, **options)
 
 
 def test_a_plan_for_more_than_the_call_serves_every_length():

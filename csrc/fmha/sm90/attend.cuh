@@ -34,6 +34,8 @@ class Consumer {
   static constexpr bool kConverts = !Tr::kFp8 && !std::is_same_v<T, typename Tr::Caller>;  // queries
   static constexpr bool kHasOnly = Tr::kFewKeys > 0 && !kFence;  // a path for works of one tile
   static constexpr Shape kShape = Tr::kShape;
+  // e4m3 keys in boxes: long calls are slower if that comes under the last product.
+  static constexpr bool kPreparesBehind = kConverts && !kFence && kShape.overlap;
   // Exponents of capped scores, where plain calls have another kernel.
   static constexpr bool kMayBound =
       Tr::kHasPlain && !kFence && kShape.overlap && !kShape.plain && std::is_same_v<T, __nv_bfloat16>;
@@ -78,11 +80,11 @@ class Consumer {
             } else {
               attend_only<Tr::kKeys>(w);
             }
-            finish(w);
           }
         } else {
           attend(w);
         }
+        if constexpr (!kPreparesBehind) finish(w);
       } else {
         release_queries(true);
         pass_by(w);
@@ -201,11 +203,25 @@ class Consumer {
       if constexpr (kShape.overlap) {
         await_values();
         hopper::wgmma_fence();
-        multiply_values(started);
+        if constexpr (kPreparesBehind) {
+          multiply_values(started);
+        } else {
+          issue_values(started);
+          prepare(w, true);
+          hopper::wgmma_wait<0>(out_);
+          release_values();
+        }
+      } else {
+        prepare(w, true);
       }
+    } else if constexpr (!kPreparesBehind) {
+      release(shared_ + Layout::kQEmpty + 8 * q_ring_.stage);
+      prepare(w, false);
     }
-    if (tile_end == w.tile_begin) release(shared_ + Layout::kQEmpty + 8 * q_ring_.stage);
-    divide_and_store(w, tile_end > w.tile_begin);
+    if constexpr (kPreparesBehind) {
+      if (tile_end == w.tile_begin) release(shared_ + Layout::kQEmpty + 8 * q_ring_.stage);
+      divide_and_store(w, tile_end > w.tile_begin);
+    }
   }
 
   // A work of one tile, of which `kColumns` keys are multiplied, in a plain call. Nothing waits for what its rows may

@@ -121,25 +121,6 @@ void launch_kernel(const Params& p, const Schedule& s, cudaStream_t stream) {
                                                    stream, p, s, queries, keys, values);
 }
 
-// Short calls have a shape of their own: half of the rows and keys, and two CTAs an SM. Where fewer heads then share a
-// tile, keys are read oftener: twice where they come in boxes, or more of them by few works. Rows are gathered once.
-// A call of few rows has all heads of a group in a tile. Where a CTA has an SM alone, it gains where all works run at
-// once.
-template <class Tr, class Short>
-bool suits_short(const Params& p) {
-  constexpr int kFewWorks = 132;
-  if (!is_short(p)) return false;
-  if constexpr (Short::kShape.lone) {
-    if (p.kv_dtype != p.dtype || !is_short(p, 512)) return false;
-    const int64_t tiles = min_of(int64_t{p.num_tiles}, p.num_q_tokens / p.tile_q + p.batch_size);
-    return tiles * make_schedule<Short>(p).works_per_tile <= kFewWorks;
-  }
-  if (has_few_rows(p, Short::kRows)) return true;
-  const Schedule s = make_schedule<Tr>(p), small = make_schedule<Short>(p);
-  if (small.box_keys == 0) return small.blocks_per_group == s.blocks_per_group;
-  return small.blocks_per_group <= 2 * s.blocks_per_group || int64_t{p.num_tiles} * small.works_per_tile <= kFewWorks;
-}
-
 // Whether the form for works of one tile serves a call whose keys come in boxes.
 template <class Tr>
 bool suits_one_tile(const Params& p) {
@@ -147,6 +128,22 @@ bool suits_one_tile(const Params& p) {
     return has_one_tile(p, Tr::kKeys, Tr::kHeadDimV) && is_plain(p);
   }
   return false;
+}
+
+// Short calls have a shape of their own: half of the rows and keys, and two CTAs an SM.
+template <class Tr, class Short>
+bool suits_short(const Params& p) {
+  if (!is_short(p)) return false;
+  const Schedule own = make_schedule<Tr>(p), small = make_schedule<Short>(p);
+  return suits_short(p, {.rows = Short::kRows,
+                         .keys = Short::kKeys,
+                         .lone = Short::kShape.lone,
+                         .one_tile = small.box_keys > 0 && suits_one_tile<Short>(p),
+                         .box_keys = small.box_keys,
+                         .works_per_tile = small.works_per_tile,
+                         .blocks = small.blocks_per_group,
+                         .own_blocks = own.blocks_per_group,
+                         .own_keys = Tr::kHasPlain && Tr::kWarpgroups == 2 ? Tr::kKeys : INT32_MAX});
 }
 
 // Whether boxes of eight keys with whole rows are fewer than boxes of a chunk. Each box takes time of a warp.

@@ -17,6 +17,21 @@ struct Maps {
   const CUtensorMap *q, *k, *v;
 };
 
+// Whether a phase is over, without waiting for it.
+__device__ __forceinline__ bool is_over(uint32_t barrier, uint32_t parity) {
+  int over;
+  asm volatile(
+      "{\n"
+      ".reg .pred over;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 over, [%1], %2;\n"
+      "selp.s32 %0, 1, 0, over;\n"
+      "}\n"
+      : "=r"(over)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return over != 0;
+}
+
 // Which stage of a ring comes next, and the parity of its barriers' phase.
 template <int kStages>
 struct Ring {
@@ -116,7 +131,7 @@ class ProducerBase {
   __device__ __forceinline__ void take_index() {
     if (Tr::kShort && turn_ > 0) return;
     const int ctas = static_cast<int>(gridDim.x);
-    if (Tr::kShort && ctas >= s_.takes) {  // each CTA has had its own
+    if ((Tr::kShort || !Tr::kNarrow) && ctas >= s_.takes) {  // each CTA has had its own
       next_index_ = s_.num_works;
     } else if (p_.semaphores == nullptr) {
       next_index_ += ctas;
@@ -162,6 +177,11 @@ class ProducerBase {
     mail_phase_ ^= 1;
     next_index_ = *reinterpret_cast<const volatile int*>(base_ + Layout::kMail);
     hopper::mbarrier_arrive_remote_if(hopper::address_in(shared_ + Layout::kMailEmpty, 0), true);
+  }
+
+  // Whether the last work has left the place of queries.
+  __device__ __forceinline__ bool have_queries_place() const {
+    return is_over(shared_ + Layout::kQEmpty + 8 * q_ring_.stage, q_ring_.phase ^ 1);
   }
 
   // A work's queries, by the thread that told of it. When no work is left, only who waits for them is told.
@@ -258,7 +278,7 @@ class ProducerBase {
       }
       const unsigned exist = __ballot_sync(0xffffffffu, ahead >= 0);
       count = !short_works || s_.together == 1 ? 1 : (exist & 1) != 0 ? Tr::kTogether : (exist & 2) != 0 ? 2 : 1;
-      if (p_.semaphores == nullptr) {
+      if (p_.semaphores == nullptr || ctas >= s_.takes) {
         first += ctas;
         count = 1;
         continue;

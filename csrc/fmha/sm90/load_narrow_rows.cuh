@@ -19,8 +19,8 @@ class NarrowRowProducer : RowLookups<Tr> {
   using Cell = typename Lookups::Cell;
   using Place = typename Lookups::Place;
   using View = typename Lookups::View;
-  using Base::arrive, Base::bring_queries, Base::next_work, Base::p_, Base::s_, Base::shared_, Base::tell, Base::tid_,
-      Base::work_done, Base::work_ring_, Base::work_slot;
+  using Base::arrive, Base::bring_queries, Base::have_queries_place, Base::next_work, Base::p_, Base::s_, Base::shared_,
+      Base::tell, Base::tid_, Base::work_done, Base::work_ring_, Base::work_slot;
 
  public:
   static constexpr int kWarps = 4;  // that arrive for a tile
@@ -77,7 +77,12 @@ class NarrowRowProducer : RowLookups<Tr> {
     const VPart v_part;
 #pragma unroll 1
     for (;;) {
-      if (tid_ == 0) tell(this->template next_work<false>());
+      bool asked = false;  // for queries
+      if (tid_ == 0) {
+        tell(this->template next_work<false>());
+        asked = work_slot()->tile_begin < work_slot()->tile_end && work_slot()->num_tokens > 0 && have_queries_place();
+        if (asked) bring_queries(*work_slot());
+      }
       hopper::named_barrier_sync(kProducerBarrier, 128);
       const Work& w = *work_slot();
       const uint32_t done = work_done();
@@ -85,7 +90,7 @@ class NarrowRowProducer : RowLookups<Tr> {
       if (tid_ == 0 && !has_tiles) bring_queries(w);
       if (last) return;
       work_ring_.advance();
-      if (has_tiles) bring_tiles<kCopyBytes>(w, k_part, v_part);
+      if (has_tiles) bring_tiles<kCopyBytes>(w, k_part, v_part, tid_ == 0 && !asked);
       if (tid_ >= 32) hopper::mbarrier_arrive(done);
     }
   }
@@ -93,7 +98,7 @@ class NarrowRowProducer : RowLookups<Tr> {
   // The keys of a tile, then the values of the tile before. Copies are a tile of each ahead, cells of the page table
   // another one.
   template <int kCopyBytes>
-  __device__ __forceinline__ void bring_tiles(const Work& w, const KPart& k_part, const VPart& v_part) {
+  __device__ __forceinline__ void bring_tiles(const Work& w, const KPart& k_part, const VPart& v_part, bool asks) {
     const View v = this->view_of(w);
     const int lane = tid_ % 32, row = lane / 8 * 32 + tid_ / 32 * 8 + lane % 8;
     uint32_t raw = shared_ + Layout::kRaw + tid_ * 16;
@@ -113,7 +118,7 @@ class NarrowRowProducer : RowLookups<Tr> {
       const bool more = tile + 1 >= v.tile_begin && tile + 1 < v.tile_end;
       copy<kCopyBytes>(k_part, p_.k, s_.key_rows.unit, here.key, p_.head_dim_qk, raw, more);
       if (tile + 1 == v.tile_begin) {  // with one place, when the last work's last keys are multiplied
-        if (tid_ == 0) bring_queries(w);
+        if (asks) bring_queries(w);
         __syncwarp();
       }
       if (tile > v.tile_begin) {

@@ -79,8 +79,8 @@ class RowProducer : RowLookups<Tr> {
   using Cell = typename Lookups::Cell;
   using Place = typename Lookups::Place;
   using View = typename Lookups::View;
-  using Base::arrive, Base::bring_queries, Base::next_work, Base::p_, Base::s_, Base::shared_, Base::tell, Base::tid_,
-      Base::work_done, Base::work_ring_, Base::work_slot;
+  using Base::arrive, Base::bring_queries, Base::have_queries_place, Base::next_work, Base::p_, Base::s_, Base::shared_,
+      Base::tell, Base::tid_, Base::work_done, Base::work_ring_, Base::work_slot;
 
  public:
   __device__ __forceinline__ RowProducer(const Params& p, const Schedule& s, const Maps& maps, char* base)
@@ -106,19 +106,19 @@ class RowProducer : RowLookups<Tr> {
 #pragma unroll 1
     for (;;) {
       if (tid_ == 0) tell(this->template next_work<true, true>());
+      // The last work's last values: their copies came while this one was looked up.
+      if constexpr (kNarrow) finish_pending<0>();
       hopper::named_barrier_sync(kProducerBarrier, 128);
       const Work& w = *work_slot();
       const uint32_t done = work_done();
       const bool last = w.num_tokens < 0, has_tiles = !last && w.tile_begin < w.tile_end;
-      if (kNarrow && last) finish_pending<0>();
-      if (tid_ == 0 && !(kQueriesLater && has_tiles)) bring_queries(w);
+      const bool later = kQueriesLater && has_tiles && tid_ == 0 && !have_queries_place();
+      if (tid_ == 0 && !later) bring_queries(w);
       if (last) return;
       if (tid_ == 0 && (Tr::kShort || !Base::is_long(w))) this->template take_index<true>();
       work_ring_.advance();
-      if (has_tiles) bring_tiles<kNarrow>(w);
+      if (has_tiles) bring_tiles<kNarrow>(w, later);
       if (tid_ >= 32) hopper::mbarrier_arrive(done);
-      // Whoever waits for the last tile of values keeps the place of a work.
-      if (kNarrow && !has_tiles) finish_pending<0>();
     }
   }
 
@@ -128,7 +128,7 @@ class RowProducer : RowLookups<Tr> {
   // The scores of a tile are multiplied before the values of the tile ahead of it, so keys are asked for first. Cells
   // of the page table are asked for two tiles ahead, and looked at a tile later.
   template <bool kNarrow>
-  __device__ __forceinline__ void bring_tiles(const Work& w) {
+  __device__ __forceinline__ void bring_tiles(const Work& w, bool asks) {
     const View v = this->view_of(w);
     const int row = looked_up_row();
     Cell next{0, -1};
@@ -138,7 +138,7 @@ class RowProducer : RowLookups<Tr> {
     for (int tile = v.tile_begin - 2; tile <= v.tile_end; ++tile) {
       if (tile >= v.tile_begin && tile < v.tile_end) bring<true, kNarrow>(here.key);
       if (kQueriesLater && tile == v.tile_begin) {
-        if (tid_ == 0) bring_queries(w);
+        if (asks) bring_queries(w);
         __syncwarp();
       }
       const bool last_keys = !Tr::kShort && tile + 1 == v.tile_end && v.tile_end - v.tile_begin > 2;  // of a long work

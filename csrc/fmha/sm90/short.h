@@ -12,6 +12,11 @@ inline bool has_few_rows(const Params& p, int rows) {
   return max_of(p.num_q_tokens, int64_t{1}) * (p.num_q_heads / p.num_kv_heads) <= rows;
 }
 
+// The same of a request in the mean.
+inline bool has_few_rows_each(const Params& p, int rows) {
+  return p.num_q_tokens * (p.num_q_heads / p.num_kv_heads) <= int64_t{rows} * p.batch_size;
+}
+
 // Whether a call has so few products that a CTA's way to its first tile and from its last one binds, by what the host
 // knows of it. Ragged requests are taken to be alike in length. The bounds are by measurement: docs/log/fmha_sm90.md.
 inline bool is_short(const Params& p, int64_t most_keys = 1024) {
@@ -32,13 +37,47 @@ inline bool is_short(const Params& p, int64_t most_keys = 1024) {
 inline bool has_one_tile(const Params& p, int tile_keys, int head_dim_v) {
   constexpr int64_t kWide = 1024, kFewTokens = 32;
   if (!may_have_short_shape(p)) return false;
-  const int64_t batch = p.batch_size, most = head_dim_v > 128 ? tile_keys / 2 : tile_keys;
-  if (!p.paged) return p.num_k_tokens <= most * batch;
+  const int64_t batch = p.batch_size;
+  if (!p.paged) return p.num_k_tokens <= (head_dim_v > 128 ? tile_keys / 2 : tile_keys) * batch;
   if (p.page_table.kv_indptr == nullptr) {
     const int64_t width = p.page_table.max_pages * int64_t{p.page_table.page_size};
-    if (width <= kWide) return width <= most;
+    if (width <= kWide) return width <= tile_keys;
   }
   return head_dim_v <= 128 && p.num_q_tokens <= kFewTokens * batch;
+}
+
+// What a shape for short calls would make of a call, beside the instantiation's own shape.
+struct ShortShape {
+  int rows, keys;                          // of a tile
+  bool lone;                               // a CTA has an SM alone
+  bool one_tile;                           // the form for works of one tile would serve the call
+  int box_keys;                            // 0: keys are gathered
+  int works_per_tile, blocks, own_blocks;  // blocks of heads of a group, which each bring all keys
+  int own_keys;  // of the own shape's tile, where its plain kernels serve calls of more keys than that better
+};
+
+// Whether it is faster: by measurement, docs/log/fmha_sm90.md.
+inline bool suits_short(const Params& p, const ShortShape& shape) {
+  constexpr int kFewWorks = 132, kMostWorks = 264, kMostKeys = 256, kLargeBox = 32;
+  const int64_t tiles = min_of(int64_t{p.num_tiles}, p.num_q_tokens / p.tile_q + p.batch_size);
+  if (!is_short(p)) return false;
+  if (shape.lone) {
+    if (p.kv_dtype != p.dtype || !is_short(p, 512)) return false;
+    // All works run at once, or have few rows and a tile of keys.
+    return tiles * shape.works_per_tile <= kFewWorks || (shape.one_tile && has_few_rows_each(p, shape.rows / 2));
+  }
+  if (has_few_rows(p, shape.rows)) return true;  // a tile has all heads of a group
+  const bool few_works = int64_t{p.num_tiles} * shape.works_per_tile <= kFewWorks;
+  if (shape.box_keys == 0) {
+    // Fewer heads that share a tile mean that keys are read oftener. That is the time of rows, unless they are few.
+    return shape.blocks <= shape.own_blocks || (few_works && p.kv_dtype != p.dtype && is_short(p, shape.keys));
+  }
+  if (shape.blocks > 2 * shape.own_blocks && !few_works) return false;
+  if (shape.one_tile || is_short(p, shape.own_keys)) return true;
+  // Works of several tiles wait for each tile. They gain where all run at once, or most of the own shape's rows would
+  // be empty.
+  if (shape.box_keys < kLargeBox) return false;
+  return has_few_rows_each(p, shape.rows / 2) || (is_short(p, kMostKeys) && tiles * shape.works_per_tile <= kMostWorks);
 }
 
 }  // namespace attnops::fmha::sm90

@@ -44,14 +44,24 @@ def cuda_tile_q(group: int, head_dim: int, tokens: int = 1024) -> int:
     return rows // max(in_pairs or full)
 
 
+def have_few_rows(group: int, head_dim: int, max_seqlen_q: int | None) -> bool:
+    """Whether no request has more rows than a short tile. Then a tile of the plan needs no more, and a CTA of the
+    kernels for short calls finds no half of it without tokens.
+    """
+    return max_seqlen_q is not None and 0 < max_seqlen_q * group <= SHORT_ROWS and head_dim <= 192
+
+
 def tokens_as_a_rule(num_tokens: int, batch: int) -> int:
     """Of a request: the mean, rounded up; one, if half of many requests or fewer have two."""
     return 1 if batch > FEW_REQUESTS and 2 * num_tokens <= 3 * batch else -(-num_tokens // max(batch, 1))
 
 
-def cuts_in_part(head_dim: int) -> bool:
-    """Not up to head dim 64: cuts of its tiles were slower than the estimate says (docs/log/fmha_sm90.md)."""
-    return head_dim > 64
+def cuts_in_part(head_dim: int, few_rows: bool = False) -> bool:
+    """Not up to head dim 64: cuts of its tiles were slower than the estimate says (docs/log/fmha_sm90.md).
+
+    `few_rows`: `have_few_rows`. A tile of the plan is then half of a CTA's rows at most.
+    """
+    return head_dim > 64 and not few_rows
 
 
 def blocked_heads(group: int, most: int) -> int:
@@ -142,13 +152,19 @@ class FmhaPlan:
             split_keys: Whether a GPU may cut the keys of long tiles where its SMs would idle. The last bits of a
                 request's result then depend on the batch. Only with heads given; takes scratch of
                 `MOST_PIECE_WORKS_PER_SM` tiles of results for each SM.
-            max_seqlen_q: No request has more query tokens, if given. Where they are few, Hopper serves `fmha_paged` by
-                the kernels of `xqa_decode`, if the batch has `max_batch_size` requests, no window, and cuts of keys.
+            max_seqlen_q: No request has more query tokens, if given. Where they are few, tiles are small. Hopper then
+                serves `fmha_paged` by the kernels of `xqa_decode`, if the batch has `max_batch_size` requests, no
+                window, and cuts of keys.
 
         Raises:
             ValueError: `tile_q` or a limit is out of range.
         """
         device = torch.device(device)
+        few_rows = False
+        if tile_q is None and split_keys and num_q_heads and num_kv_heads and device.type == "cuda":
+            group = max(num_q_heads // num_kv_heads, 1)
+            few_rows = have_few_rows(group, head_dim, max_seqlen_q)
+            tile_q = SHORT_ROWS // group if few_rows else None
         if tile_q is None:
             tokens = tokens_as_a_rule(max_num_tokens, max_batch_size)
             tile_q = default_tile_q(device, num_q_heads, num_kv_heads, head_dim, tokens)
@@ -183,7 +199,7 @@ class FmhaPlan:
         return dataclasses.replace(
             whole,
             works_per_tile=works,
-            cut_in_part=cuts_in_part(head_dim),
+            cut_in_part=cuts_in_part(head_dim, few_rows),
             pieces=torch.zeros(max_pieces + 1, 4, dtype=torch.int32, device=device),
             partial=torch.empty(rows * (head_dim + 1), dtype=torch.float32, device=device),
         )

@@ -154,6 +154,17 @@ def sim(seed, kind, overlap, qs, kst=2, groups=2, turns=True, rst=2):
         rv = [0, 0]
         pend = None
         outstanding = []  # copies of this warp in order: [landed]
+
+        def finish(newer):
+            nonlocal pend
+            if pend is None:
+                return
+            cells, bar, copy = pend
+            yield lambda: copy[0]  # wait_group
+            cells[wp] = (cells[wp][0], "wide")
+            bar.arrive()
+            pend = None
+
         while True:
             if wp == 0:
                 yield wait(wd[s], sp ^ 1)
@@ -161,6 +172,7 @@ def sim(seed, kind, overlap, qs, kst=2, groups=2, turns=True, rst=2):
                     idx[0] += 1
                 slot[s] = (W[idx[0]], idx[0]) if idx[0] < len(W) else (None, None)
                 idx[0] += 1
+            yield from finish(0)
             named[0] += 1
             g = named[1]
             if named[0] == 4:
@@ -173,23 +185,14 @@ def sim(seed, kind, overlap, qs, kst=2, groups=2, turns=True, rst=2):
             own_slot = s
             s, sp = (0, sp ^ 1) if s == 1 else (1, sp)
 
-            def finish(newer):
-                nonlocal pend
-                if pend is None:
-                    return
-                cells, bar, copy = pend
-                yield lambda: copy[0]  # wait_group
-                cells[wp] = (cells[wp][0], "wide")
-                bar.arrive()
-                pend = None
-
             if w is None:
-                yield from finish(0)
                 if wp == 0:
                     yield wait(qe[q], qp ^ 1)
                     qf[q].arrive()
                 return
-            later = (own or e4m3 or qs == 1) and w[1] < w[2]  # behind the first keys
+            later = (own or e4m3 or qs == 1) and w[1] < w[2]  # behind the first keys, unless the place is free
+            if later and not e4m3 and wp == 0 and qe[q].done(qp ^ 1):
+                later = False
 
             def bring_queries():
                 nonlocal q, qp
@@ -203,8 +206,13 @@ def sim(seed, kind, overlap, qs, kst=2, groups=2, turns=True, rst=2):
 
             if not later:
                 yield from bring_queries()
+
+            def bring_queries_behind():
+                if later:
+                    yield from bring_queries()
+
             if own or e4m3:
-                yield from (bring_e4m3 if e4m3 else bring_own)(w, mine, rk, rv, bring_queries)
+                yield from (bring_e4m3 if e4m3 else bring_own)(w, mine, rk, rv, bring_queries_behind)
                 assert slot[own_slot] == (w, mine)
                 if wp > 0:
                     wd[own_slot].arrive()
@@ -248,8 +256,6 @@ def sim(seed, kind, overlap, qs, kst=2, groups=2, turns=True, rst=2):
             assert slot[own_slot] == (w, mine)
             if wp > 0:
                 wd[own_slot].arrive()
-            if w[1] == w[2]:
-                yield from finish(0)
 
     def asker():
         q = qp = s = sp = a = ap = 0
