@@ -54,7 +54,8 @@ class WideningWarp {
 
   __device__ __forceinline__ void widen_unit() {
     uint32_t own = lane_ * 128 + lane_ % 8 * 16;
-    if constexpr (kFewRegisters) asm volatile("" : "+r"(own));  // places are found anew from unit to unit
+    unsigned warp = warp_;
+    if constexpr (kFewRegisters) asm volatile("" : "+r"(own), "+r"(warp));  // places are found anew for each unit
     const uint32_t from = shared_ + SharedLayout<Raw>::kRing + from_.slot * Raw::kUnitBytes;
     const uint32_t to = shared_ + SharedLayout<Tr>::kRing + to_.slot * Tr::kUnitBytes;
     from_.wait(shared_ + SharedLayout<Raw>::kFull);
@@ -63,13 +64,13 @@ class WideningWarp {
       uint32_t raw[kAtOnce][4];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        if (has_item(pass * kAtOnce + i)) hopper::load_words(raw[i], from + item(own, warp_, pass * kAtOnce + i).from);
+        if (has_item(pass * kAtOnce + i)) hopper::load_words(raw[i], from + item(own, warp, pass * kAtOnce + i).from);
       }
       if (pass == 0) hopper::mbarrier_wait(shared_ + SharedLayout<Tr>::kEmpty + to_.slot * 8, to_.parity ^ 1);
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         if (!has_item(pass * kAtOnce + i)) continue;
-        const uint32_t at = item(own, warp_, pass * kAtOnce + i).to;
+        const uint32_t at = item(own, warp, pass * kAtOnce + i).to;
         uint32_t wide[8];
 #pragma unroll
         for (int k = 0; k < 4; ++k) e4m3x4_to_half(raw[i][k], wide[2 * k], wide[2 * k + 1]);
