@@ -26,6 +26,7 @@ class SplitKvPlanner {
     const int64_t budget = part_budget(geometry_, prefix_.back());
     geometry_.whole = longest <= most_whole_tiles(geometry_, budget);
     geometry_.cuts = cuts_of_works(geometry_, budget, tiles_.empty() ? 0 : tiles_[0]);
+    find_pieces();
     is_dealt_ = deals_works(geometry_, budget, longest);
     even_ = std::count(tiles_.begin(), tiles_.end(), longest) == geometry.num_requests;
   }
@@ -72,6 +73,19 @@ class SplitKvPlanner {
   }
 
  private:
+  void find_pieces() {
+    const int works = geometry_.works_per_request;
+    const auto pieces_of = [works](int tiles, int most) { return works * ceil_div(tiles, most); };
+    const int64_t total = works * std::accumulate(tiles_.begin(), tiles_.end(), int64_t{0});
+    geometry_.piece = longest_piece(geometry_, total, [&](int most) {
+      int count = 0;
+      for (const int tiles : tiles_) count += pieces_of(tiles, most);
+      return count;
+    });
+    if (geometry_.piece == 0) return;
+    for (size_t b = 0; b < tiles_.size(); ++b) prefix_[b + 1] = prefix_[b] + pieces_of(tiles_[b], geometry_.piece);
+  }
+
   SplitKvGeometry geometry_;
   std::vector<int64_t> prefix_;
   std::vector<int32_t> tiles_;

@@ -17,47 +17,11 @@ namespace py = pybind11;
 namespace attnops {
 namespace {
 
-// The batch of `lengths` as the planner wants it, with its storage.
-struct OwnedBatch {
-  std::vector<int64_t> prefix{0};
-  std::vector<int32_t> tiles;
-
-  OwnedBatch(const SplitKvGeometry& geometry, const std::vector<int>& lengths) {
-    for (const int length : lengths) tiles.push_back(num_tiles(geometry, length));
-    for (const int count : tiles) {
-      prefix.push_back(prefix.back() + geometry.works_per_request * work_cost(geometry, count));
-    }
-  }
-
-  SplitKvBatch view() const { return {prefix.data(), tiles.data()}; }
-};
-
-SplitKvGeometry of_batch(SplitKvGeometry geometry, const std::vector<int>& lengths) {
+std::vector<SplitKvEntry> plan_split_kv(SplitKvGeometry geometry, const std::vector<int32_t>& lengths) {
   geometry.num_requests = static_cast<int>(lengths.size());
-  for (const int length : lengths) {
-    const bool differs = num_tiles(geometry, length) != num_tiles(geometry, lengths[0]);
-    if (geometry.even_shares > 0 && differs) geometry.uneven = true;
-  }
-  return geometry;
-}
-
-// The same, and what the planner finds by the cost of all.
-SplitKvGeometry with_cuts(SplitKvGeometry geometry, const OwnedBatch& batch) {
-  const int64_t budget = part_budget(geometry, batch.prefix.back());
-  const int longest = batch.tiles.empty() ? 0 : *std::max_element(batch.tiles.begin(), batch.tiles.end());
-  geometry.whole = longest <= most_whole_tiles(geometry, budget);
-  geometry.cuts = cuts_of_works(geometry, budget, batch.tiles.empty() ? 0 : batch.tiles[0]);
-  return geometry;
-}
-
-std::vector<SplitKvEntry> plan_split_kv(const SplitKvGeometry& shape, const std::vector<int>& lengths) {
-  const SplitKvGeometry counted = of_batch(shape, lengths);
-  const OwnedBatch batch(counted, lengths);
-  const SplitKvGeometry geometry = with_cuts(counted, batch);
+  const cpu::SplitKvPlanner planner(geometry, lengths.data());
   std::vector<SplitKvEntry> entries;
-  for (int part = 0; part < geometry.num_sm_parts; ++part) {
-    entries.push_back(split_kv_entry(geometry, batch.view(), part / geometry.parts_per_group));
-  }
+  for (int part = 0; part < geometry.num_sm_parts; ++part) entries.push_back(planner.entry(part));
   return entries;
 }
 
@@ -78,7 +42,7 @@ PYBIND11_MODULE(_scheduler, m) {
   py::class_<SplitKvGeometry>(m, "SplitKvGeometry")
       .def(py::init([](int works_per_request, int seqlen_q, int tile_tokens, int window_left, int num_sm_parts,
                        int work_overhead, int fixed_split_tiles, int parts_per_group, int even_shares, int short_tiles,
-                       int dealt_works) {
+                       int dealt_works, int more_of_lone) {
              SplitKvGeometry geometry{0,
                                       works_per_request,
                                       seqlen_q,
@@ -91,12 +55,13 @@ PYBIND11_MODULE(_scheduler, m) {
                                       even_shares,
                                       short_tiles};
              geometry.dealt_works = dealt_works;
+             geometry.more_of_lone = more_of_lone;
              return geometry;
            }),
            py::kw_only(), py::arg("works_per_request"), py::arg("seqlen_q"), py::arg("tile_tokens"),
            py::arg("window_left") = -1, py::arg("num_sm_parts"), py::arg("work_overhead"),
            py::arg("fixed_split_tiles") = 0, py::arg("parts_per_group") = 1, py::arg("even_shares") = 0,
-           py::arg("short_tiles") = 0, py::arg("dealt_works") = 0)
+           py::arg("short_tiles") = 0, py::arg("dealt_works") = 0, py::arg("more_of_lone") = 0)
       .def_readonly("works_per_request", &SplitKvGeometry::works_per_request)
       .def_readonly("tile_tokens", &SplitKvGeometry::tile_tokens)
       .def_readonly("num_sm_parts", &SplitKvGeometry::num_sm_parts)

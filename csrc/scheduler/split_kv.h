@@ -30,7 +30,9 @@ namespace attnops {
 // Where `short_tiles` is not 0, the planner looks whether cuts are worth their merge (`most_whole_tiles`). If not,
 // works stay whole. Works that outnumber the shares are then dealt out by cost, each to the share that its last tile
 // falls into; any others have a share each. And works of one length that the shares hold twice are cut into `cuts`
-// equal pieces, a share each, where that costs no more than second pieces of shares do.
+// equal pieces, a share each, where that costs no more than second pieces of shares do. Where `more_of_lone` is not 0,
+// so are works of any lengths that are no more than the shares, those of more than `piece` tiles into as few pieces as
+// have no more: the merge of a work waits for whoever ends last, and that is who has two pieces.
 //
 // Batch-invariant mode (fixed_split_tiles != 0): where a work is cut depends on nothing but its own tiles. It is cut
 // every fixed_split_tiles of them, or, below zero, into at most so many cuts of even length (CutRule), so that a long
@@ -60,6 +62,8 @@ struct SplitKvGeometry {
   bool whole = false;       // found by the planner, where short_tiles asks it to look: no work is cut
   int cuts = 0;             // so found: share s has piece s % cuts of work s / cuts; 0: shares are by cost
   int dealt_works = 0;      // of each part, from which on parts may take them in an order, see below; 0: never
+  int more_of_lone = 0;     // tiles that a share may have more than its budget for having one piece, up to half of it
+  int piece = 0;            // found by the planner: tiles of the longest piece, if shares have one each
 };
 
 // What a length in a tensor counts as: one beyond any cache must not overflow what is computed from it.
@@ -222,6 +226,27 @@ ATTNOPS_HOST_DEVICE inline int cuts_of_works(const SplitKvGeometry& g, int64_t b
   return piece <= budget + kSecondPieceCost ? cuts : 0;
 }
 
+// The most tiles of a piece, where every share has one piece at most; 0 where that is not so. `whole` and `cuts` are
+// known. `pieces` says how many all works would have of so many tiles.
+template <class Pieces>
+ATTNOPS_HOST_DEVICE int longest_piece(const SplitKvGeometry& g, int64_t total_tiles, const Pieces& pieces) {
+  const int shares = num_shares(g);
+  if (g.more_of_lone == 0 || g.fixed_split_tiles != 0 || g.whole || g.cuts > 0 || num_works(g) > shares) return 0;
+  if (total_tiles <= shares) return 0;  // by cost they have a tile each
+  int low = static_cast<int>(ceil_div(total_tiles, int64_t{shares}));
+  int high = low + min_of(g.more_of_lone, low / 2);
+  if (pieces(high) > shares) return 0;
+  while (low < high) {
+    const int middle = (low + high) / 2;
+    if (pieces(middle) <= shares) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  return high;
+}
+
 // Whether parts may take works whole instead, the longest first, each when it has time for one: there are many, and
 // none is longer than a part. `num_splits` then holds the requests in that order, and behind them one more than the
 // number of those that have more than kShortWorkTiles; less than zero where all have as many tiles. The rows are what
@@ -249,7 +274,8 @@ struct SplitKvPoint {
   int work, tile;
 };
 
-// `prefix` is int64 [num_requests + 1]: cost of all works of the requests before b. `tiles` is int32 [num_requests].
+// `prefix` is int64 [num_requests + 1]: cost of all works of the requests before b, or their pieces, if shares have one
+// each. `tiles` is int32 [num_requests].
 struct SplitKvBatch {
   const int64_t* prefix;
   const int32_t* tiles;
@@ -284,6 +310,14 @@ ATTNOPS_HOST_DEVICE inline SplitKvPoint point_at(const SplitKvGeometry& g, const
 // Where a share begins; behind the last, where the works end.
 ATTNOPS_HOST_DEVICE inline SplitKvPoint share_begin(const SplitKvGeometry& g, const SplitKvBatch& batch, int64_t budget,
                                                     int share) {
+  if (g.piece > 0) {
+    if (share >= batch.prefix[g.num_requests]) return {num_works(g), 0};
+    const int request = request_at(g, batch, share), tiles = batch.tiles[request];
+    const int pieces = ceil_div(tiles, g.piece), inside = share - static_cast<int>(batch.prefix[request]);
+    const int work = inside / pieces, piece = inside - work * pieces, even = tiles / pieces;
+    // The first pieces have one more.
+    return {request * g.works_per_request + work, piece * even + min_of(piece, tiles - pieces * even)};
+  }
   if (g.cuts == 0) return point_at(g, batch, share * budget, least_piece(g, budget));
   const int work = share / g.cuts, cut = share - work * g.cuts;
   if (work >= num_works(g)) return {num_works(g), 0};
@@ -305,7 +339,11 @@ struct SplitKvSpan {
 ATTNOPS_HOST_DEVICE inline SplitKvSpan work_span(const SplitKvGeometry& g, const SplitKvBatch& batch, int64_t budget,
                                                  int work) {
   if (g.cuts > 0) return {work * g.cuts, g.cuts};
-  const int tiles = batch.tiles[work / g.works_per_request];
+  const int request = work / g.works_per_request, tiles = batch.tiles[request];
+  if (g.piece > 0) {
+    const int pieces = ceil_div(tiles, g.piece);
+    return {static_cast<int>(batch.prefix[request]) + work % g.works_per_request * pieces, pieces};
+  }
   const int least = least_piece(g, budget);
   const int first = static_cast<int>(cost_at(g, batch, {work, min_of(least, tiles) - 1}) / budget);
   if (g.fixed_split_tiles != 0) return {first, num_fixed_splits(g, tiles)};

@@ -44,11 +44,16 @@ inline constexpr int kShortTiles = 2;
 // Parts may take whole works in an order where there are so many for each (SplitKvGeometry::dealt_works).
 inline constexpr int kDealtWorks = 4;
 
+// Tiles that a part may have more than its budget, and up to half of it, if then no part has a second piece. The merge
+// of a work waits for whoever ends last, and that is who has two.
+inline constexpr int kMoreOfLone = 4;
+
 // The same on a GPU: parts in groups, and no cuts that cost more than they save. A merge there takes as long as four
 // tiles, beside threads of a CPU next to nothing.
 inline SplitKvGeometry gpu_plan_geometry(SplitKvGeometry geometry) {
   geometry.short_tiles = kShortTiles;
   geometry.dealt_works = kDealtWorks;
+  geometry.more_of_lone = kMoreOfLone;
   if (heads_side_by_side(geometry.num_sm_parts, geometry.works_per_request)) {
     geometry.parts_per_group = geometry.works_per_request;
     geometry.works_per_request = 1;

@@ -40,8 +40,30 @@ def tiles_of(lengths, seqlen_q, window_left):
     return [max(-(-max(n, 0) // 64) - begin, 1) for n, begin in zip(lengths, begins, strict=True)]
 
 
+def rows_of_one_piece(works, shares):
+    """Rows of shares that have a piece each, at most; None where one had too many tiles."""
+    even = -(-sum(works) // shares)
+    if sum(works) <= shares:
+        return None
+    fitting = (n for n in range(even, even + min(4, even // 2) + 1) if sum(-(-count // n) for count in works) <= shares)
+    longest = next(fitting, None)
+    if longest is None:
+        return None
+    rows = []
+    for work, count in enumerate(works):
+        cuts, first = -(-count // longest), len(rows)
+        for cut in range(cuts):
+            begin, end = (i * (count // cuts) + min(i, count % cuts) for i in (cut, cut + 1))
+            rows.append([work, begin, *((work, end) if end < count else (work + 1, 0)), cut, cuts, cuts, first])
+    rows += [[len(works), 0, len(works), 0, 0, 0, 0, share] for share in range(len(rows), shares)]
+    return torch.tensor(rows, dtype=torch.int32)
+
+
 def xqa_rows_on_a_gpu(lengths, cpu_rows, seqlen_q, num_heads, window_left, shares):
-    """What the GPU plans where the CPU's rows are these: no cuts, where they are not worth their merge."""
+    """What the GPU plans where the CPU's rows are these: no cuts, where they are not worth their merge.
+
+    Where works are no more than the shares no share has two pieces, if that costs at most four tiles.
+    """
     tiles = tiles_of(lengths, seqlen_q, window_left)
     works = [count for count in tiles for _ in range(num_heads)]
     overhead = 4 if len(works) > shares else 0
@@ -51,7 +73,8 @@ def xqa_rows_on_a_gpu(lengths, cpu_rows, seqlen_q, num_heads, window_left, share
     beside = budget + (32 if 2 * len(works) > shares else 16)  # what a share may have that is not cut
     most = (32 + 8 - overhead if len(works) > shares else beside) // 8
     if max(works, default=0) > max(most, 2):
-        return cpu_rows
+        rows = rows_of_one_piece(works, shares) if len(works) <= shares else None
+        return cpu_rows if rows is None else rows
     begins, before, share = [], 0, 0
     for work, count in enumerate(works):  # a share begins with the first work whose last tile it has
         last_tile = before + overhead + 8 * (count - 1)

@@ -43,6 +43,7 @@ GEOMETRIES = st.fixed_dictionaries(
         "work_overhead": st.sampled_from([0, 1, 4, 16]),
         "even_shares": st.sampled_from([0, 0, 1, 3, 120]),
         "short_tiles": st.sampled_from([0, 2, 8]),
+        "more_of_lone": st.sampled_from([0, 4]),
     }
 )
 
@@ -112,6 +113,7 @@ def test_balanced_plan(lengths, shape):
     whole = looks and all((begin, end) == (0, tiles[work]) for part in pieces for work, begin, end in part)
     least = 2 if budget >= 4 * TILE_COST else 1  # of a piece that a cut makes
     more = max(tiles, default=0) if whole else 2 if looks else 2 * (least - 1)
+    more = max(more, shape.get("more_of_lone", 0) if looks else 0)
     for part in pieces:
         assert sum(end - begin for _, begin, end in part) <= -(-budget // TILE_COST) + more
         for work, begin, end in part:
@@ -139,6 +141,27 @@ def test_balanced_plan(lengths, shape):
                 slot = 2 * index + (0 if is_begin else 1)
                 assert slot not in slots
                 slots.add(slot)
+
+
+@settings(max_examples=300, deadline=None)
+@given(LENGTHS, GEOMETRIES, st.integers(0, 6))
+def test_every_share_has_one_piece_where_that_costs_little(lengths, shape, more):
+    """Works that are no more than the shares are cut into equal pieces, as few as have no more tiles than may be."""
+    shape = shape | {"even_shares": 0, "short_tiles": 2, "more_of_lone": more}
+    geometry = _scheduler.SplitKvGeometry(**shape, tile_tokens=TILE_TOKENS)
+    tiles = works_of(geometry, lengths)
+    pieces = [pieces_of(entry, tiles) for entry in _scheduler.plan_split_kv(geometry, lengths)]
+    least = -(-sum(tiles) // geometry.num_sm_parts)
+    most = least + min(more, least // 2)
+    fitting = [n for n in range(least, most + 1) if sum(-(-t // n) for t in tiles) <= len(pieces)]
+    if more == 0 or len(tiles) > len(pieces) or sum(tiles) <= len(pieces) or not fitting:
+        return
+    assert all(len(part) <= 1 for part in pieces)
+    cuts = [sum(work == w for part in pieces for w, _, _ in part) for work in range(len(tiles))]
+    if max(cuts) > 1:
+        assert cuts == [-(-t // fitting[0]) for t in tiles]
+        for work, begin, end in itertools.chain.from_iterable(pieces):
+            assert end - begin in (tiles[work] // cuts[work], -(-tiles[work] // cuts[work]))
 
 
 @settings(max_examples=300, deadline=None)
@@ -181,7 +204,7 @@ def test_batch_invariant_plan(lengths, shape, fixed_split_tiles):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("fixed_split_tokens", [0, 128, -6, cut_rule(6, 3)])
 @pytest.mark.parametrize("window_left", [-1, 100])
-@pytest.mark.parametrize("lengths", [[], [0], [64] * 16, [5000, 1, 0, 700], [3] * 300 + [40_000]])
+@pytest.mark.parametrize("lengths", [[], [0], [64] * 16, [5000, 1, 0, 700], [900, 300], [3] * 300 + [40_000]])
 def test_op_writes_the_rows_of_the_scheduler(device, fixed_split_tokens, window_left, lengths):
     plan = XqaDecodePlan.allocate(
         len(lengths),
@@ -204,6 +227,7 @@ def test_op_writes_the_rows_of_the_scheduler(device, fixed_split_tokens, window_
         num_sm_parts=13,
         work_overhead=4,  # csrc/xqa_decode/plan.h
         short_tiles=2 if device == "cuda" else 0,
+        more_of_lone=4 if device == "cuda" else 0,
         fixed_split_tiles=2 if fixed_split_tokens == 128 else fixed_split_tokens,
     )
     rows = [[getattr(entry, name) for name in FIELDS] for entry in _scheduler.plan_split_kv(geometry, lengths)]

@@ -46,6 +46,9 @@ CASES = [  # heads, head dim, page size, types of q and pages, parts
     ((9, 9), 96, 16, BF16, FP8, 4),
     ((8, 8), 64, 64, BF16, FP8, 5),
     ((21, 3), 64, 11, FP16, FP8, 7),
+    ((22, 2), 128, 64, BF16, None, 3),  # more than 8 rows
+    ((39, 3), 96, 5, FP16, None, 4),
+    ((48, 3), 80, 16, BF16, None, 7),
 ]
 IDS = [f"{h[0]}/{h[1]} d{d} page {page} {kv or dtype} {parts}" for h, d, page, dtype, kv, parts in CASES]
 
@@ -69,7 +72,7 @@ def test_works_are_dealt_out(case, kind):
     "options", [{"window_left": 20}, {"window_left": 200}, {"logit_cap": 5.0}, {"sinks": True}, {}]
 )
 @pytest.mark.parametrize("seqlen_q", [1, 2])
-@pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[7], CASES[8]], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[7], CASES[8], ((21, 3), 128, 64, BF16, None, 4)], ids=str)
 def test_rules_of_dealt_works(case, seqlen_q, options):
     lengths = [max(n, seqlen_q) for n in lengths_of("mixed", 60)]
     problem = problem_of(case, lengths, seqlen_q)
@@ -81,7 +84,7 @@ def test_rules_of_dealt_works(case, seqlen_q, options):
 
 
 @pytest.mark.parametrize("tree", [False, True])
-@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[7], CASES[8]], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[7], CASES[8], ((21, 3), 128, 64, BF16, None, 4)], ids=str)
 def test_where_warps_alone_do_not_serve(case, tree):
     """Trees, and tables of one row after the other."""
     lengths = [max(n, 2) for n in lengths_of("mixed", 60)]

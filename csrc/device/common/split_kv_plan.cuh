@@ -160,6 +160,23 @@ __global__ void __launch_bounds__(kThreads)
   if (!kFixed && g.short_tiles > 0) {
     g.whole = all.longest <= most_whole_tiles(g, budget);
     g.cuts = cuts_of_works(g, budget, tiles[0]);  // there is one: batches of few go elsewhere
+    // Every warp counts for itself.
+    g.piece = longest_piece(g, all.tiles * g.works_per_request, [&](int most) {
+      int count = 0;
+      for (int b = thread % 32; b < g.num_requests; b += 32) count += ceil_div(tiles[b], most);
+      return __reduce_add_sync(~0u, count) * g.works_per_request;
+    });
+    if (g.piece > 0) {
+      PlanSums pieces, pieces_before;
+      for (int b = begin; b < end; ++b) pieces.tiles += g.works_per_request * ceil_div(tiles[b], g.piece);
+      __syncthreads();  // the sums before are read
+      const PlanSums all_pieces = scan_sums<kThreads, kFixed>(pieces, pieces_before);
+      for (int b = begin; b < end; ++b) {
+        prefix[b] = pieces_before.tiles;
+        pieces_before.tiles += g.works_per_request * ceil_div(tiles[b], g.piece);
+      }
+      if (thread == 0) prefix[g.num_requests] = all_pieces.tiles;
+    }
   }
   if constexpr (!kFixed) {
     if (deals_works(g, budget, all.longest)) {

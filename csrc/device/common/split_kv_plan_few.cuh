@@ -41,12 +41,16 @@ __global__ void __launch_bounds__(kThreads)
   const int first_count = __shfl_sync(~0u, count, 0);
   if (g.even_shares > 0) g.uneven = __any_sync(~0u, has_request && count != first_count);
   const int64_t cost = has_request ? g.works_per_request * work_cost(g, count) : 0;
-  const int64_t through = warp_inclusive_sum(cost, g.num_requests, lane);
+  int64_t through = warp_inclusive_sum(cost, g.num_requests, lane);
   const int64_t total = __shfl_sync(~0u, through, max_of(g.num_requests - 1, 0));
   const int64_t budget = part_budget(g, total);
   if (!kFixed && g.short_tiles > 0) {
     g.whole = !__any_sync(~0u, count > most_whole_tiles(g, budget));
     g.cuts = cuts_of_works(g, budget, first_count);
+    const auto pieces_of = [&](int most) { return g.works_per_request * ceil_div(count, most); };
+    g.piece = longest_piece(g, static_cast<int64_t>(__reduce_add_sync(~0u, count)) * g.works_per_request,
+                            [&](int most) { return __reduce_add_sync(~0u, pieces_of(most)); });
+    if (g.piece > 0) through = warp_inclusive_sum(static_cast<int64_t>(pieces_of(g.piece)), g.num_requests, lane);
   }
   if (has_request) {
     prefix[lane + 1] = through;

@@ -10,7 +10,7 @@ namespace attnops::xqa_decode::sm90 {
 
 template <class Tr>
 using Block = std::conditional_t<
-    Tr::kWidens, std::conditional_t<widens_ahead<Tr>(), fp8::ScaledBlock<Tr>, fp8::WidenedBlock<Tr>>,
+    Tr::kWidens, fp8::ScaledBlock<Tr>,
     std::conditional_t<Tr::kFp8, fp8::LoneBlock<Tr>, std::conditional_t<Tr::kRows >= 64, WideBlock<Tr>, RowBlock<Tr>>>>;
 
 // Of the two dims 64 b + 16 warp + .. that a lane holds, by g = lane / 4.

@@ -12,10 +12,12 @@
 namespace attnops::xqa_decode::sm90 {
 
 // K or V as the copy engine sees it: dims, tokens of a page, KV heads, pages. A miss in L2 fetches 128 bytes, a row of
-// a box: what lies beyond belongs to other heads, and fetching it costs 6 %.
+// a box: what lies beyond belongs to other heads, and fetching it costs 6 %. `lone`: heads are read at times of their
+// own. Where rows are no whole lines a miss then fetches the sectors that it needs, as the rest of a line would be
+// fetched once more for the next head.
 template <class Tr>
 CUtensorMap make_map(const Params& p, const void* base, int64_t stride_token, int64_t stride_head, int64_t stride_page,
-                     bool wide = false) {
+                     bool lone = false) {
   if constexpr (Tr::kGathers) return {};
   const auto extent = [](int64_t n) { return static_cast<cuuint64_t>(n); };
   // The stride of a dimension of one element is free, but the encoder looks at it.
@@ -26,7 +28,9 @@ CUtensorMap make_map(const Params& p, const void* base, int64_t stride_token, in
                                  stride(stride_page, pages)};
   const cuuint32_t box[4] = {static_cast<cuuint32_t>(128 / size_of(p.kv_dtype)),
                              static_cast<cuuint32_t>(min_of(page_size, int64_t{64})), 1, 1};
-  return hopper::encode_tensor_map(p.kv_dtype, base, 4, extents, strides, box, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
+  const bool sectors = lone && p.head_dim * size_of(p.kv_dtype) % 128 != 0;
+  return hopper::encode_tensor_map(p.kv_dtype, base, 4, extents, strides, box,
+                                   sectors ? CU_TENSOR_MAP_L2_PROMOTION_NONE : CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
 }
 
 template <class Tr>
@@ -65,8 +69,9 @@ void launch_traits(const Params& p, cudaStream_t stream) {
   if (shape.row_blocks > 1 && p.num_semaphores >= int64_t{p.batch_size} * p.num_kv_heads * shape.row_blocks) {
     std::swap(shape.row_blocks, boxes.row_blocks);
   }
-  const CUtensorMap keys = make_map<Tr>(p, p.k_pages, p.k_stride_token, p.k_stride_head, p.k_stride_page);
-  const CUtensorMap values = make_map<Tr>(p, p.v_pages, p.v_stride_token, p.v_stride_head, p.v_stride_page);
+  const bool lone = Tr::kHeadDim <= 128 && p.num_kv_heads > 1 && !heads_side_by_side(p.num_sm_parts, p.num_kv_heads);
+  const CUtensorMap keys = make_map<Tr>(p, p.k_pages, p.k_stride_token, p.k_stride_head, p.k_stride_page, lone);
+  const CUtensorMap values = make_map<Tr>(p, p.v_pages, p.v_stride_token, p.v_stride_head, p.v_stride_page, lone);
   constexpr int kBytes = SharedLayout<Tr>::kBytes;
   launch_dependent<&xqa_decode_sm90_kernel<Tr>>("xqa_decode",
                                                 {p.num_sm_parts * boxes.row_blocks, Tr::kAllThreads, kBytes, kBytes},
@@ -133,6 +138,11 @@ void launch(const Params& p, cudaStream_t stream) {
     if (rows <= 8 && may_deal(p)) return launch_traits<DealingTraits<PlanTraits<T, kHeadDim, 8, kGathers>>>(p, stream);
   }
   if (rows <= 8) return launch_traits<PlanTraits<T, kHeadDim, 8, kGathers>>(p, stream);
+  if constexpr (kHeadDim == 128) {
+    if (rows <= 16 && may_deal(p)) {
+      return launch_traits<DealingTraits<PlanTraits<T, kHeadDim, 16, kGathers>>>(p, stream);
+    }
+  }
   if (rows <= 16) return launch_traits<PlanTraits<T, kHeadDim, 16, kGathers>>(p, stream);
   if (rows <= 32) return launch_traits<PlanTraits<T, kHeadDim, 32, kGathers>>(p, stream);
   if constexpr (kHeadDim <= 128) {

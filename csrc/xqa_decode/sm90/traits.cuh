@@ -34,20 +34,20 @@ struct Traits {
   static constexpr bool kTakesTurns = kGroups > (kHeadDim > 64 ? 1 : 2);
   static constexpr int kReaders = kThreads;  // of every unit
   static constexpr bool kGathers = kGathers_;
-  // Tiles of e4m3 become fp16 in shared memory: by the warpgroup that multiplies (fp8/widened_block.cuh), or between
-  // two rings, by warps of their own (fp8/widening.cuh).
-  static constexpr bool kWidens = kFp8 && kRows >= 64;
-  static constexpr bool kWidensAhead = kWidens && (kRows > 64 || kHeadDim > 128);
+  // Tiles of e4m3 become fp16 in shared memory, between two rings, by warps of their own (fp8/widening.cuh).
+  static constexpr bool kWidens = kFp8 && kRows >= 64, kWidensAhead = kWidens;
   // Groups of wide rows need more registers than there are for all: those that bring tiles give them some. They are
-  // then a whole warpgroup, of which some warps may do nothing.
-  static constexpr bool kMovesRegisters = kGroups > 1;
-  static constexpr int kGroupRegisters = kGroups == 3                 ? (kGathers ? 152 : 160)
+  // then a whole warpgroup, of which some warps may do nothing. So it is with one group where an SM has two such CTAs.
+  static constexpr bool kMovesRegisters = kGroups > 1 || (kWidens && kHeadDim <= 128);
+  static constexpr int kGroupRegisters = kGroups == 1                 ? 168
+                                         : kGroups == 3               ? (kGathers ? 152 : 160)
                                          : kHeadDim <= 128            ? 200
                                          : kWidens && kHeadDim == 192 ? 208
                                                                       : 224;
-  static constexpr int kBringerRegisters = (kGroups == 3 ? 512 : 504) - kGroups * kGroupRegisters;
-  static constexpr bool kKeepsQueries = kMovesRegisters && kHeadDim <= (kGroups == 3 ? 64 : 128);  // in registers
-  static constexpr int kBringersOfUnit = kGathers && kGroups > 1 && !kWidensAhead ? 2 : 1;         // warps
+  static constexpr int kBringerRegisters =
+      kGroups == 1 ? 256 - kGroupRegisters : (kGroups == 3 ? 512 : 504) - kGroups * kGroupRegisters;
+  static constexpr bool kKeepsQueries = kGroups > 1 && kHeadDim <= (kGroups == 3 ? 64 : 128);  // in registers
+  static constexpr int kBringersOfUnit = kGathers && kGroups > 1 && !kWidensAhead ? 2 : 1;     // warps
   static constexpr int kBringers = kGathers ? 2 * kBringersOfUnit : 1;
   static constexpr int kWideners = kWidensAhead ? 4 - kBringers : 0;
   static constexpr int kAllThreads = kThreads + (kMovesRegisters || kWidensAhead ? 128 : 32 * kBringers);
@@ -62,9 +62,7 @@ struct Traits {
   static constexpr int kQueryBytes = kRows * kHeadDim * 2;
   static constexpr int kProbBytes = kRows * kTileTokens * 2;
   static constexpr int kProbBuffers = kRows <= 32 ? 2 : 0;  // see WideBlock
-  // Of tiles that the warpgroup itself turns into fp16, one of keys and one of values.
-  static constexpr int kOperandBytes =
-      kWidens && !kWidensAhead ? 2 * kTileTokens * kHeadDim * 2 : kProbBuffers * kProbBytes;
+  static constexpr int kOperandBytes = kProbBuffers * kProbBytes;
   static constexpr int kInboxBytes = kInboxBytes_;  // of what other CTAs of a cluster send
   static constexpr bool kFolds = kFoldLevels_ != kNoFold;
   // Where a pass leaves rows for out: of 16-bit pages where their queries were, else beside the next ones'.
@@ -95,12 +93,13 @@ struct Traits {
   static constexpr int kRestBytes =
       kWorkBytes + kSmallBytes + kInboxBytes + kFoldBytes + (kWidensAhead ? 2 * 96 : 0);  // barriers
   static constexpr int kPartOfSm = (228 - kMostCtas) * 1024 / kMostCtas, kWholeSm = 227 * 1024;
-  static constexpr int kCtasPerSm = kGroups == 1 && kPartOfSm - kRestBytes >= 3 * kUnitBytes ? kMostCtas : 1;
+  // Units of e4m3 have a ring of their own, of four places or more.
+  static constexpr int kRawUnitBytes = kWidensAhead ? ceil_div(kHeadDim, 128) * (kTileTokens * 128) : 0;
+  static constexpr int kLeastRing = 3 * kUnitBytes + 4 * kRawUnitBytes;
+  static constexpr int kCtasPerSm = kGroups == 1 && kPartOfSm - kRestBytes >= kLeastRing ? kMostCtas : 1;
   // Splits that a merge loads at a time: more would spill what lives on.
   static constexpr int kMergeBatch = kParksWalk && kRows == 32 ? 8 : 16;
   static constexpr int kRingBytes = (kCtasPerSm > 1 ? kPartOfSm : kWholeSm) - kRestBytes;
-  // Units of e4m3 have a ring of their own, of four places or more.
-  static constexpr int kRawUnitBytes = kWidensAhead ? ceil_div(kHeadDim, 128) * (kTileTokens * 128) : 0;
   static constexpr int kUnits = min_of((kRingBytes - 4 * kRawUnitBytes) / kUnitBytes, kWidensAhead ? 6 : 12);
   static constexpr int kRawUnits =
       kWidensAhead ? min_of((kRingBytes - kUnits * kUnitBytes) / max_of(kRawUnitBytes, 1), 12) : 0;
@@ -161,7 +160,7 @@ struct SharedLayout {
   static constexpr int kRing = 0;
   static constexpr int kRawRing = Tr::kUnits * Tr::kUnitBytes;
   static constexpr int kQueries = kRawRing + Tr::kRawUnits * Tr::kRawUnitBytes;  // [kBlocks][kRows][64], swizzled
-  static constexpr int kProbs =  // [kProbBuffers][kRowTiles][64 keys][8], or WidenedBlock's
+  static constexpr int kProbs =  // [kProbBuffers][kRowTiles][64 keys][8]
       kQueries + (Tr::kFetchesAhead ? 2 : 1) * Tr::kQueryBytes;
   static constexpr int kMergeScratch = Tr::kFetchesAhead ? kProbs : kQueries;
   static constexpr int kFull = kQueries + Tr::kWorkBytes;           // barriers [kUnits]

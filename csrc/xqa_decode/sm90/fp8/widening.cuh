@@ -33,36 +33,49 @@ class WideningWarp {
   static constexpr int kParts = Tr::kTileTokens / 32, kColumnBytes = Tr::kTileTokens * 128;
   static constexpr int kItems = kParts * Tr::kHeadDim / 16;
   static constexpr int kItemsOfWarp = ceil_div(kItems, kWarps);
-  static constexpr int kPasses = ceil_div(kItemsOfWarp, Tr::kMovesRegisters&& Tr::kBringerRegisters < 80 ? 3 : 6);
+  static constexpr bool kFewRegisters = Tr::kMovesRegisters && Tr::kBringerRegisters < 80;
+  static constexpr int kPasses = ceil_div(kItemsOfWarp, kFewRegisters ? 3 : 6);
   static constexpr int kAtOnce = ceil_div(kItemsOfWarp, kPasses);
 
+  // Where an item lies in a unit of either ring. Its place among the rows is the same in both.
+  struct Item {
+    uint32_t from, to;
+
+    __device__ __forceinline__ Item(uint32_t own, unsigned chunk, unsigned part)
+        : from((own ^ (chunk % 8 * 16)) + chunk / 8 * kColumnBytes + part * (32 * 128)),
+          to((own ^ (chunk % 4 * 32)) + chunk / 4 * kColumnBytes + part * (32 * 128)) {}
+  };
+  // Two warps have the rows of a half each, so that all but the half is known to the compiler.
+  __device__ __forceinline__ static Item item(uint32_t own, unsigned warp, unsigned i) {
+    if constexpr (kWarps == kParts) return Item(own + warp * (32 * 128), i, 0);
+    const unsigned number = warp + i * kWarps;
+    return Item(own, number / kParts, number % kParts);
+  }
+
   __device__ __forceinline__ void widen_unit() {
-    const uint32_t own = lane_ * 128 + lane_ % 8 * 16;
-    int warp = warp_;
-    asm volatile("" : "+r"(warp));  // places of items are found anew: they would lie in registers from unit to unit
-    const uint32_t from = shared_ + SharedLayout<Raw>::kRing + from_.slot * Raw::kUnitBytes + own;
-    const uint32_t to = shared_ + SharedLayout<Tr>::kRing + to_.slot * Tr::kUnitBytes + own;
+    uint32_t own = lane_ * 128 + lane_ % 8 * 16;
+    unsigned warp = warp_;
+    if constexpr (kFewRegisters) asm volatile("" : "+r"(own), "+r"(warp));  // places are found anew for each unit
+    const uint32_t from = shared_ + SharedLayout<Raw>::kRing + from_.slot * Raw::kUnitBytes;
+    const uint32_t to = shared_ + SharedLayout<Tr>::kRing + to_.slot * Tr::kUnitBytes;
     from_.wait(shared_ + SharedLayout<Raw>::kFull);
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       uint32_t raw[kAtOnce][4];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        if (!has_item(pass * kAtOnce + i)) continue;
-        const int item = warp + (pass * kAtOnce + i) * kWarps, part = item % kParts, chunk = item / kParts;
-        hopper::load_words(raw[i], (from ^ (chunk % 8 * 16)) + chunk / 8 * kColumnBytes + part * (32 * 128));
+        if (has_item(pass * kAtOnce + i)) hopper::load_words(raw[i], from + item(own, warp, pass * kAtOnce + i).from);
       }
       if (pass == 0) hopper::mbarrier_wait(shared_ + SharedLayout<Tr>::kEmpty + to_.slot * 8, to_.parity ^ 1);
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         if (!has_item(pass * kAtOnce + i)) continue;
-        const int item = warp + (pass * kAtOnce + i) * kWarps, part = item % kParts, chunk = item / kParts;
-        const uint32_t at = to + chunk / 4 * kColumnBytes + part * (32 * 128);
+        const uint32_t at = item(own, warp, pass * kAtOnce + i).to;
         uint32_t wide[8];
 #pragma unroll
         for (int k = 0; k < 4; ++k) e4m3x4_to_half(raw[i][k], wide[2 * k], wide[2 * k + 1]);
-#pragma unroll
-        for (int k = 0; k < 2; ++k) hopper::store_words(at ^ ((chunk % 4 * 2 + k) * 16), wide + 4 * k);
+        hopper::store_words(to + at, wide);
+        hopper::store_words(to + (at ^ 16), wide + 4);
       }
     }
     // Behind the stores, and so behind the reads that they wait for. The copy engine may write into the one place next,
@@ -80,7 +93,7 @@ class WideningWarp {
   }
 
   const uint32_t shared_;
-  const int warp_, lane_;
+  const unsigned warp_, lane_;
   RingPlace<Raw> from_;
   RingPlace<Tr> to_;
 };
