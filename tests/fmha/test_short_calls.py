@@ -88,6 +88,16 @@ def test_any_batch(seed, lengths):
     assert_right(problem, plan_for(problem, r.choice([0, 0, 300]), **options), **options)
 
 
+def drawn_problem(r, new, keys, dims, paged, seed, **common):
+    """On a GPU, with new tokens and keys of each request; in pages as often as `paged` says, else ragged."""
+    head_dim, head_dim_v = dims
+    if head_dim == head_dim_v and r.random() < paged:
+        page_size = r.choice([1, 16, 24, 64])
+        return paged_problem(keys, new, head_dim=head_dim, page_size=page_size, seed=seed, **common).to("cuda")
+    shape = {"head_dim": head_dim, "head_dim_v": head_dim_v, "padding": r.choice([0, 3])}
+    return ragged_problem(new, keys, seed=seed, **shape, **common).to("cuda")
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_few_rows_of_long_requests(seed):
     """Some requests have more tokens than a chunk, and some keys are cut, or so long that heads are in sections."""
@@ -97,15 +107,8 @@ def test_few_rows_of_long_requests(seed):
         new[r.randrange(len(new))] = r.choice([9, 17, 33])
     keys = [n + r.choice([0, 40, 700, 1500, 4000, 9000]) for n in new]
     kv_heads, group = r.choice([1, 2, 8]), r.choice([1, 2, 3, 4, 5, 6, 7, 8, 16])
-    head_dim, head_dim_v = DIMS[seed % 7]
     common = {"num_q_heads": kv_heads * group, "num_kv_heads": kv_heads, "kv_dtype": r.choice([None, None, FP8])}
-    if head_dim == head_dim_v and r.random() < 0.7:
-        page_size = r.choice([1, 16, 24, 64])
-        problem = paged_problem(keys, new, head_dim=head_dim, page_size=page_size, seed=seed, **common)
-    else:
-        shape = {"head_dim": head_dim, "head_dim_v": head_dim_v, "padding": r.choice([0, 3])}
-        problem = ragged_problem(new, keys, seed=seed, **shape, **common)
-    problem = problem.to("cuda")
+    problem = drawn_problem(r, new, keys, DIMS[seed % 7], paged=0.7, seed=seed, **common)
     options = {"causal": r.random() < 0.7, "window_left": r.choice([-1, -1, 128, 2000])}
     plan = plan_for(problem, r.choice([0, 0, 300]), **options)
     for _ in range(2):  # counters are as they were
@@ -121,15 +124,8 @@ def test_more_works_than_run_at_once(seed):
     for i in r.sample(range(len(new)), r.choice([0, 4])):
         new[i] = r.choice([40, 65, 130, 300]) // group + 1
     keys = [n + r.choice([0, 0, 1, 30, 63, 64, 65, 200]) for n in new]
-    head_dim, head_dim_v = DIMS[seed % 8]
     common = {"num_q_heads": kv_heads * group, "num_kv_heads": kv_heads, "kv_dtype": r.choice([None, None, FP8])}
-    if head_dim == head_dim_v and r.random() < 0.6:
-        page_size = r.choice([1, 16, 24, 64])
-        problem = paged_problem(keys, new, head_dim=head_dim, page_size=page_size, seed=seed, **common)
-    else:
-        shape = {"head_dim": head_dim, "head_dim_v": head_dim_v, "padding": r.choice([0, 3])}
-        problem = ragged_problem(new, keys, seed=seed, **shape, **common)
-    problem = problem.to("cuda")
+    problem = drawn_problem(r, new, keys, DIMS[seed % 8], paged=0.6, seed=seed, **common)
     options = {"causal": r.random() < 0.7, "window_left": r.choice([-1, -1, 0, 40])}
     for most in (None, max(new)):  # tiles of both sizes
         plan = plan_for(problem, max_seqlen_q=most, **options)
