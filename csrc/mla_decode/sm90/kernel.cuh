@@ -120,7 +120,7 @@ class Consumer {
       const float scale = listed_tops(p_, listed_keys(0), s, top);
       listed_exponentials(rows_, scale, top, s, factor, [] {});
     } else {
-      softmax_tile<kOptions>(p_, piece, rows_, tile * kPlanTileTokens, s, factor, [] {}, listed_keys(0));
+      softmax_tile<kOptions>(p_, piece, rows_, tile * kPlanTileTokens, s, factor, [] {});
     }
     uint32_t a[4][4];
     give_probabilities(kP0, s, a);
@@ -198,7 +198,7 @@ class Consumer {
       // and this group would do nothing but wait for them.
       listed_exponentials(rows_, scale, top, s, odd_factor, multiply_even);
     } else {
-      softmax_tile<kOptions>(p_, piece, rows_, (tile + 1) * kPlanTileTokens, s, odd_factor, give_back, listed_keys(1));
+      softmax_tile<kOptions>(p_, piece, rows_, (tile + 1) * kPlanTileTokens, s, odd_factor, give_back);
     }
     uint32_t a[4][4];
     give_probabilities(kP1, s, a);

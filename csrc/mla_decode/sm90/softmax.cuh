@@ -202,36 +202,18 @@ __device__ inline float row_top(const float (&s)[32], int h) {
   return fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
 }
 
-// Turns raw scores into probabilities under the rows' reference maximum, which it may move; `factor` is then what the
-// accumulator must be multiplied by. `halfway` runs between the rows' exponentials: what is in flight under the softmax
-// is done by then, and what it read can be given back before the softmax ends. `seen` is of lists: which keys there
-// are.
-template <Options kOptions = Options::kAll, class Halfway, class Seen = uint64_t>
-__device__ inline void softmax_tile(const Params& p, const Piece& piece, RowState& rows, int first_key, float (&s)[32],
-                                    float (&factor)[kRowsPerThread], const Halfway& halfway, const Seen& seen = {}) {
-  // What is left to multiply a score by: a positive scale commutes with the maximum and joins the exponent's
-  // subtraction.
-  float scale = p.softmax_scale * kLog2e;
-  if (kOptions != Options::kCommon && (p.logit_cap > 0.f || scale <= 0.f)) {
-    const float cap = p.logit_cap * kLog2e, inner = p.logit_cap > 0.f ? p.softmax_scale / p.logit_cap : 0.f;
-#pragma unroll
-    for (int i = 0; i < 32; ++i) s[i] = p.logit_cap > 0.f ? soft_capped(s[i] * inner, cap) : s[i] * scale;
-    scale = 1.f;
-  }
-  if constexpr (selects(kOptions)) {
-    mask_unlisted(seen, s);
-  } else if constexpr (kOptions == Options::kAll) {
-    mask_tile(p, piece, rows, first_key, s);
-  } else {
-    mask_end(rows, first_key, s);
-  }
+// Turns scores into probabilities under the rows' reference maximum, which it may move; `factor` is then what the
+// accumulator must be multiplied by. `top(h)`: the largest of row h, in the base-2 logarithm; `scale`: what is left to
+// multiply a score by. `halfway` runs between the rows' exponentials: what is in flight under the softmax is done by
+// then, and what it read can be given back before the softmax ends.
+template <class Top, class Halfway>
+__device__ inline void take_exponentials(RowState& rows, float scale, const Top& top, float (&s)[32],
+                                         float (&factor)[kRowsPerThread], const Halfway& halfway) {
   float reference[kRowsPerThread];
 #pragma unroll
   for (int h = 0; h < kRowsPerThread; ++h) {
-    const float top = scale * quad_max(row_top(s, h));
-    if constexpr (selects(kOptions)) rows.top[h] = fmaxf(rows.top[h], top);
-    const float before = rows.maximum[h];
-    const float after = top > before + kSlack ? top : before;
+    const float largest = top(h), before = rows.maximum[h];
+    const float after = largest > before + kSlack ? largest : before;
     factor[h] = rescale_factor(before, after);
     rows.maximum[h] = after;
     reference[h] = after == -INFINITY ? 0.f : after;
@@ -253,8 +235,28 @@ __device__ inline void softmax_tile(const Params& p, const Piece& piece, RowStat
   }
 }
 
-// The same of lists in two steps. First what needs scores alone: the rows' largest, in the base-2 logarithm. Returns
-// what is left to multiply a score by.
+// Of a tile of a request's keys, from raw scores on.
+template <Options kOptions = Options::kAll, class Halfway>
+__device__ inline void softmax_tile(const Params& p, const Piece& piece, RowState& rows, int first_key, float (&s)[32],
+                                    float (&factor)[kRowsPerThread], const Halfway& halfway) {
+  static_assert(!selects(kOptions));
+  // A positive scale commutes with the maximum and joins the exponent's subtraction.
+  float scale = p.softmax_scale * kLog2e;
+  if (kOptions != Options::kCommon && (p.logit_cap > 0.f || scale <= 0.f)) {
+    const float cap = p.logit_cap * kLog2e, inner = p.logit_cap > 0.f ? p.softmax_scale / p.logit_cap : 0.f;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) s[i] = p.logit_cap > 0.f ? soft_capped(s[i] * inner, cap) : s[i] * scale;
+    scale = 1.f;
+  }
+  if constexpr (kOptions == Options::kAll) {
+    mask_tile(p, piece, rows, first_key, s);
+  } else {
+    mask_end(rows, first_key, s);
+  }
+  take_exponentials(rows, scale, [&](int h) { return scale * quad_max(row_top(s, h)); }, s, factor, halfway);
+}
+
+// The same of lists in two steps. First what needs scores alone: `top` and `scale`, which is returned.
 template <class Seen>
 __device__ inline float listed_tops(const Params& p, const Seen& seen, float (&s)[32], float (&top)[kRowsPerThread]) {
   float scale = p.softmax_scale * kLog2e;
@@ -269,35 +271,12 @@ __device__ inline float listed_tops(const Params& p, const Seen& seen, float (&s
   return scale;
 }
 
-// Then the exponentials. `halfway` as above.
+// Then the exponentials.
 template <class Halfway>
 __device__ inline void listed_exponentials(RowState& rows, float scale, const float (&top)[kRowsPerThread],
                                            float (&s)[32], float (&factor)[kRowsPerThread], const Halfway& halfway) {
-  float reference[kRowsPerThread];
-#pragma unroll
-  for (int h = 0; h < kRowsPerThread; ++h) {
-    rows.top[h] = fmaxf(rows.top[h], top[h]);
-    const float before = rows.maximum[h];
-    const float after = top[h] > before + kSlack ? top[h] : before;
-    factor[h] = rescale_factor(before, after);
-    rows.maximum[h] = after;
-    reference[h] = after == -INFINITY ? 0.f : after;
-  }
-#pragma unroll
-  for (int h = 0; h < kRowsPerThread; ++h) {
-    if (h == 1) halfway();
-    float sums[4] = {};
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        float& x = s[4 * j + 2 * h + e];
-        x = exp2_fast(fmaf(x, scale, -reference[h]));
-        sums[(2 * j + e) % 4] += x;
-      }
-    }
-    rows.sum[h] = rows.sum[h] * factor[h] + ((sums[0] + sums[1]) + (sums[2] + sums[3]));
-  }
+  const auto keep_top = [&](int h) { return rows.top[h] = fmaxf(rows.top[h], top[h]), top[h]; };
+  take_exponentials(rows, scale, keep_top, s, factor, halfway);
 }
 
 // Takes over the reference maximum that the other group has moved to; `factor` as above.
