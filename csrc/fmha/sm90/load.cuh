@@ -17,21 +17,6 @@ struct Maps {
   const CUtensorMap *q, *k, *v;
 };
 
-// Whether a phase is over, without waiting for it.
-__device__ __forceinline__ bool is_over(uint32_t barrier, uint32_t parity) {
-  int over;
-  asm volatile(
-      "{\n"
-      ".reg .pred over;\n"
-      "mbarrier.test_wait.parity.shared::cta.b64 over, [%1], %2;\n"
-      "selp.s32 %0, 1, 0, over;\n"
-      "}\n"
-      : "=r"(over)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return over != 0;
-}
-
 // Which stage of a ring comes next, and the parity of its barriers' phase.
 template <int kStages>
 struct Ring {
@@ -181,7 +166,7 @@ class ProducerBase {
 
   // Whether the last work has left the place of queries.
   __device__ __forceinline__ bool have_queries_place() const {
-    return is_over(shared_ + Layout::kQEmpty + 8 * q_ring_.stage, q_ring_.phase ^ 1);
+    return hopper::mbarrier_test(shared_ + Layout::kQEmpty + 8 * q_ring_.stage, q_ring_.phase ^ 1);
   }
 
   // A work's queries, by the thread that told of it. When no work is left, only who waits for them is told.

@@ -7,19 +7,6 @@
 // What only this kernel does with words, barriers and operands.
 namespace attnops::mla_decode::sm90::ring {
 
-// Whether the phase of a barrier is over, without waiting for it.
-__device__ inline bool mbarrier_test(uint32_t barrier, uint32_t parity) {
-  uint32_t done;
-  asm volatile(
-      "{\n.reg .pred done;\n"
-      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-      "selp.b32 %0, 1, 0, done;\n}\n"
-      : "=r"(done)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return done != 0;
-}
-
 // 2^-shift, 0 from 127 on.
 __device__ inline float power_of_half(int shift) { return __int_as_float((127 - shift) << 23); }
 

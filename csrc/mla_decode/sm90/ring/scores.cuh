@@ -154,9 +154,10 @@ class Scores {
     float sums[kRowsPerThread];
     if (__any_sync(0xffffffffu, is_high(s))) raise_references(s, flags);
     exponentiate(s, a, sums);
-    const bool free = mbarrier_test(shared_ + kScoresRead, turn_ & 1);
+    const bool free = attnops::sm90::mbarrier_test(shared_ + kScoresRead, turn_ & 1);
     const int next = turn_ == 2 * kSlots - 1 ? 0 : turn_ + 1;
-    const bool ready = mbarrier_test(shared_ + full_slot(next >= kSlots ? next - kSlots : next), next >= kSlots);
+    const bool ready =
+        attnops::sm90::mbarrier_test(shared_ + full_slot(next >= kSlots ? next - kSlots : next), next >= kSlots);
     if (!free) attnops::sm90::mbarrier_wait(shared_ + kScoresRead, turn_ & 1);
 #pragma unroll
     for (int kk = 0; kk < 4; ++kk) attnops::sm90::store_fragment(a[kk], ahead.place ^ kk * 32);
