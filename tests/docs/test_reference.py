@@ -18,6 +18,14 @@ PACKAGES = ("attnops.backends", "attnops.graphs", "attnops.layers", "attnops.met
 PACKAGES += ("attnops.state_snapshots",)
 # Modules without one: the classes that they define.
 MODULES = ("attnops.distributed", "attnops.speculative", "attnops.types")
+# Classes whose members the reference brings: all ("") or some, by name. Modes of ForwardMode speak for themselves.
+CLASSES = [
+    (name, members)
+    for name, members, undocumented in re.findall(
+        r"^\.\. autoclass:: (\S+)\n   :members:(.*)\n(   :undoc-members:)?", REFERENCE, re.MULTILINE
+    )
+    if not undocumented
+]
 COMPAT = ("causal_conv1d", "deep_gemm", "fla", "flash_attn", "flash_attn_interface", "flash_mla", "flashinfer")
 
 
@@ -71,6 +79,18 @@ def test_an_ops_docstring_has_its_arguments_and_errors(name):
     for argument in inspect.signature(function).parameters:
         as_there = re.search(r"(arguments|Args|rest).*(are those|as) (of|in|there)|[Aa]s (there|in|of) ", arguments)
         assert as_there or re.search(rf"\b{argument}\b", arguments), argument
+
+
+@pytest.mark.parametrize("name", [name for name, _ in CLASSES])
+def test_every_public_member_of_a_class_has_a_docstring(name):
+    """Without one it is missing from the page."""
+    module, _, attribute = name.rpartition(".")
+    cls = getattr(importlib.import_module(module), attribute)
+    listed = re.findall(r"\w+", dict(CLASSES)[name])
+    for member in listed or [member for member in vars(cls) if not member.startswith("_")]:
+        found = inspect.getattr_static(cls, member)
+        if inspect.isfunction(found) or isinstance(found, (property, classmethod, staticmethod)):
+            assert inspect.getdoc(getattr(cls, member)), f"{name}.{member} has no docstring"
 
 
 @pytest.mark.parametrize("name", attnops.ops.__all__)

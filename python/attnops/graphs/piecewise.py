@@ -97,6 +97,7 @@ class PiecewiseRunner:
 
     @property
     def memory(self) -> MemoryReport:
+        """What the runner holds now: its static buffers, and what each capture took."""
         return self._meter.report(self.static.nbytes(), self._recorder, "tokens")
 
     def reason_against(self, batch: AttentionBatch) -> str:
@@ -108,6 +109,7 @@ class PiecewiseRunner:
         return self.static.reason_against_batch(batch)
 
     def can_replay(self, batch: AttentionBatch) -> bool:
+        """Whether a bucket serves a batch: `reason_against` gives no reason."""
         return not self.reason_against(batch)
 
     @torch.no_grad()

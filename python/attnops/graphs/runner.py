@@ -125,6 +125,7 @@ class GraphRunner:
 
     @property
     def memory(self) -> MemoryReport:
+        """What the runner holds now: its static buffers, and what each capture took."""
         out = 0 if self._out is None else self._out.nbytes()
         return self._meter.report(self.static.nbytes() + out, self._recorder, "requests")
 
@@ -148,6 +149,7 @@ class GraphRunner:
         return batch.batch_size
 
     def can_replay(self, batch: AttentionBatch) -> bool:
+        """Whether a graph serves a batch: `reason_against` gives no reason."""
         return not self.reason_against(batch)
 
     @torch.no_grad()

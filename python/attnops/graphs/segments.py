@@ -94,6 +94,7 @@ class SegmentRunner:
 
     @property
     def memory(self) -> MemoryReport:
+        """What the runner holds now: its static buffers, and what each capture took."""
         out = 0 if self._out is None else self._out.nbytes()
         return self._meter.report(self.static.nbytes() + out, self._recorder, "tokens")
 
@@ -108,6 +109,7 @@ class SegmentRunner:
         return self.static.reason_against_batch(batch)
 
     def can_replay(self, batch: AttentionBatch) -> bool:
+        """Whether captured graphs serve a batch: `reason_against` gives no reason."""
         return not self.reason_against(batch)
 
     @torch.no_grad()

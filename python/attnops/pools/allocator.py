@@ -44,9 +44,15 @@ class PagedTokenToKVPoolAllocator:
 
     @property
     def available_pages(self) -> int:
+        """Free pages."""
         return len(self._free)
 
     def holders(self, page: int) -> int:
+        """How many requests and caches hold a page; 0: it is free.
+
+        Raises:
+            ValueError: the pool has no such page.
+        """
         self._check_pages([page])
         return self._holders[page]
 

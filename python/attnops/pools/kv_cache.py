@@ -114,12 +114,15 @@ class KVCache:
         return place
 
     def get_key_buffer(self, layer_id: int) -> Tensor:
+        """The pages of K of a layer, the first of `get_kv_buffer`."""
         return self.get_kv_buffer(layer_id)[0]
 
     def get_value_buffer(self, layer_id: int) -> Tensor:
+        """The pages of V of a layer, the second of `get_kv_buffer`."""
         return self.get_kv_buffer(layer_id)[1]
 
     def nbytes(self) -> int:
+        """Bytes of all buffers of the pool, scales and keys of indexers included."""
         raise NotImplementedError
 
 

@@ -136,6 +136,7 @@ class MambaPool:
         return MambaState(*(None if states is None else states[place] for states in self.states))
 
     def available_size(self) -> int:
+        """Free slots."""
         return len(self._free)
 
     def alloc(self, need_size: int = 1) -> list[int] | None:
@@ -204,6 +205,7 @@ class MambaPool:
                 self._free.append(slot)
 
     def clear(self) -> None:
+        """Every slot is free again, whoever held it. States stay until `alloc` gives the slot out."""
         self._free = list(range(self.size - 1, -1, -1))
         self._holders = [0] * self.size
 

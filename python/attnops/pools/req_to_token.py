@@ -33,6 +33,7 @@ class ReqToTokenPool:
         self._free = list(range(size - 1, -1, -1))
 
     def available_size(self) -> int:
+        """Free rows: how many new requests there is room for."""
         return len(self._free)
 
     def alloc(self, need_size: int = 1) -> list[int] | None:
@@ -58,6 +59,7 @@ class ReqToTokenPool:
         self._free.extend(given)
 
     def clear(self) -> None:
+        """Every row is free again. What is written in them stays."""
         self._free = list(range(self.size - 1, -1, -1))
 
     def write(self, row: int, start: int, slots: Tensor) -> None:

@@ -118,6 +118,7 @@ class SWATokenToKVPoolAllocator(PagedTokenToKVPoolAllocator):
 
     @property
     def available_window_pages(self) -> int:
+        """Free pages of the window pool."""
         return self._window.available_pages
 
     def available_size(self) -> int:
