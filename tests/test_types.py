@@ -78,6 +78,10 @@ def test_rounded_products_belong_to_mla_over_a_dense_fp8_cache():
         ({"num_q_heads": 8.0}, "num_q_heads must be an int, got float 8.0"),
         ({"head_dim": "64"}, "head_dim must be an int, got str '64'"),
         ({"head_dim": 0}, "head_dim must be positive, got 0"),
+        ({"num_kv_heads": 0}, "num_q_heads and num_kv_heads must be positive, got 8 and 0"),
+        ({"v_head_dim": -7}, r"v_head_dim must be in \[-1, 2147483647\], got -7"),
+        ({"v_head_dim": 0}, "v_head_dim must be positive, or -1 for that of head_dim, got 0"),
+        ({"attention_chunk_size": None}, "attention_chunk_size must be an int, got NoneType None"),
         ({"dtype": "bfloat16"}, "dtype must be a torch.dtype, got 'bfloat16'"),
         ({"kv_dtype": 8}, "kv_dtype must be a torch.dtype, got 8"),
         ({"logit_cap": -1.0}, r"logit_cap must be 0 \(off\) or positive, got -1.0"),
@@ -92,6 +96,8 @@ def test_mistakes_of_a_spec_are_named(change, message):
 def test_a_limit_that_is_no_number_is_named():
     with pytest.raises(TypeError, match="max_num_tokens must be an int, got str 'many'"):
         Limits(max_batch_size=4, max_seqlen=8, max_num_tokens="many")
+    with pytest.raises(ValueError, match="max_num_tokens must not be negative, got -7"):
+        Limits(max_batch_size=4, max_seqlen=8, max_num_tokens=-7)
 
 
 def test_several_tokens_of_a_request_are_no_decode_step():

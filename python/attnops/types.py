@@ -71,13 +71,14 @@ class AttentionSpec:
     compress_ratios: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "page_size", "sliding_window_size"):
+        for name in ("num_q_heads", "num_kv_heads", "head_dim", "page_size", "sliding_window_size"):
             _require_int(name, getattr(self, name))
         for name in ("dtype", "kv_dtype"):
             value = getattr(self, name)
             if not isinstance(value, torch.dtype) and (value is not None or name == "dtype"):
                 raise TypeError(f"{name} must be a torch.dtype, got {value!r}")
-        _require(self.num_q_heads > 0 and self.num_kv_heads > 0, "num_q_heads and num_kv_heads must be positive")
+        heads = (self.num_q_heads, self.num_kv_heads)
+        _require(min(heads) > 0, f"num_q_heads and num_kv_heads must be positive, got {heads[0]} and {heads[1]}")
         _require(self.head_dim > 0, f"head_dim must be positive, got {self.head_dim}")
         _require(0 <= self.logit_cap < math.inf, f"logit_cap must be 0 (off) or positive, got {self.logit_cap}")
         _require(
@@ -86,14 +87,14 @@ class AttentionSpec:
         )
         _require(self.page_size > 0, f"page_size must be positive, got {self.page_size}")
         _require(self.sliding_window_size >= -1, f"sliding_window_size must be -1 or more: {self.sliding_window_size}")
-        if self.v_head_dim < 0:
-            object.__setattr__(self, "v_head_dim", self.head_dim)
+        object.__setattr__(self, "v_head_dim", v_head_dim_of("AttentionSpec", self.head_dim, self.v_head_dim))
         if self.kv_dtype is None:
             object.__setattr__(self, "kv_dtype", self.dtype)
         _require(
             not self.fp8_products or (self.is_mla and self.kv_dtype == torch.float8_e4m3fn),
             f"fp8_products belongs to MLA over a float8_e4m3fn cache, got is_mla {self.is_mla} and {self.kv_dtype}",
         )
+        _require_int("attention_chunk_size", self.attention_chunk_size)
         chunk, plain = self.attention_chunk_size, not self.is_mla and self.attn_type is AttentionType.DECODER
         _require(chunk == 0 or plain, "attention_chunk_size belongs to causal layers with K and V of their own")
         _require(
@@ -167,7 +168,7 @@ class Limits:
     Args:
         max_batch_size: Requests per step.
         max_seqlen: Tokens per request, cached and new.
-        max_num_tokens: New tokens per step, all requests together.
+        max_num_tokens: New tokens per step, all requests together; at least those of a step of verification.
         max_tokens_per_request: Query tokens per request of a verify (or uniform draft extend) step.
     """
 
@@ -181,6 +182,7 @@ class Limits:
             _require_int(name, getattr(self, name))
         for name in ("max_batch_size", "max_seqlen", "max_tokens_per_request"):
             _require(getattr(self, name) > 0, f"{name} must be positive, got {getattr(self, name)}")
+        _require(self.max_num_tokens >= 0, f"max_num_tokens must not be negative, got {self.max_num_tokens}")
         least = self.max_batch_size * self.max_tokens_per_request
         object.__setattr__(self, "max_num_tokens", max(self.max_num_tokens, least))
 
@@ -452,6 +454,30 @@ def device_of(device: torch.device | str) -> torch.device:
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def check_range(owner: str, name: str, value: int, low: int, high: int = (1 << 31) - 1) -> None:
+    """Raises for a number out of its range: before memory of that size is asked for."""
+    if type(value) is int and low <= value <= high:
+        return
+    if not isinstance(value, int | torch.SymInt):
+        raise TypeError(f"{owner}: {name} must be an int, got {type(value).__name__} {value!r}")
+    if not low <= value <= high:
+        raise ValueError(f"{owner}: {name} must be in [{low}, {high}], got {value}")
+
+
+def check_dtype(owner: str, name: str, dtype: torch.dtype) -> None:
+    """Raises for what is no dtype. torch takes None for its default, whatever the other buffers have."""
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{owner}: {name} must be a torch.dtype, got {type(dtype).__name__} {dtype!r}")
+
+
+def v_head_dim_of(owner: str, head_dim: int, v_head_dim: int) -> int:
+    """`v_head_dim` as it is given to layers, pools and specs, where -1 is `head_dim`."""
+    check_range(owner, "v_head_dim", v_head_dim, -1)
+    if v_head_dim == 0:
+        raise ValueError(f"{owner}: v_head_dim must be positive, or -1 for that of head_dim, got 0")
+    return head_dim if v_head_dim == -1 else v_head_dim
 
 
 def _require(holds: bool, message: str) -> None:

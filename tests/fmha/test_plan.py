@@ -123,8 +123,10 @@ def test_default_tile_follows_the_group():
 def test_limits():
     with pytest.raises(ValueError, match=r"tile_q must be in \[1, 1024\], got 0"):
         FmhaPlan.allocate(10, 1, tile_q=0)
-    with pytest.raises(ValueError, match="limits must not be negative, got -1 tokens, 1 requests"):
+    with pytest.raises(ValueError, match=r"FmhaPlan\.allocate: max_num_tokens must be in \[0, 2147483647\], got -1"):
         FmhaPlan.allocate(-1, 1)
+    with pytest.raises(ValueError, match=r"num_q_heads and num_kv_heads are given together .* got 8 and None"):
+        FmhaPlan.allocate(10, 1, num_q_heads=8)
     plan = FmhaPlan.allocate(64, 1)
     with pytest.raises(RuntimeError, match=r"fmha_plan: tile_order\.shape\[0\] \(max_tiles\) must hold the 3 tiles"):
         ops.fmha_plan(plan, bounds([129]))

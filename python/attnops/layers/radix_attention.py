@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.compiler import is_compiling
 
 from attnops.layers.forward_context import ForwardContext, get_forward_context, kv_order
 from attnops.layers.up_projection import UpProjection
-from attnops.types import AttentionBatch, AttentionType, LayerServer
+from attnops.types import AttentionBatch, AttentionType, LayerServer, check_range, v_head_dim_of
 
 
 class RadixAttention(torch.nn.Module):
@@ -24,7 +25,7 @@ class RadixAttention(torch.nn.Module):
         layer_id: The layer's place in the cache; unique among the layers of a model that share a cache.
         logit_cap: ``cap * tanh(s / cap)`` on scaled scores; 0.0: off.
         v_head_dim: Of v and the output; -1: as `head_dim` (MLA, absorbed: 512).
-        sliding_window_size: A query sees this many keys before itself, and itself; -1: all.
+        sliding_window_size: A query sees this many keys before itself, and itself; -1 or None: all.
         is_cross_attention: Queries see all tokens of their request's encoder, and k and v are the encoder's
             (`EncoderDecoderBackend`).
         sinks: float32 ``[num_heads]``, a logit per head with no value.
@@ -37,7 +38,7 @@ class RadixAttention(torch.nn.Module):
         version: Grows with every change of an attribute: what a backend derived from an older version is out of date.
 
     Raises:
-        ValueError: numbers of heads that do not fit, or cross attention with a window.
+        TypeError, ValueError: naming the number that is out of its range, or cross attention with a window.
     """
 
     version = 0
@@ -69,16 +70,22 @@ class RadixAttention(torch.nn.Module):
             if sliding_window_size is not None and sliding_window_size >= 0:
                 raise ValueError("attnops: a layer with is_cross_attention has no window")
             attn_type = AttentionType.DECODER_BIDIRECTIONAL
-        if num_heads < 1 or num_kv_heads < 1 or head_dim < 1:
-            raise ValueError(
-                f"num_heads, num_kv_heads and head_dim must be positive, got {num_heads}, {num_kv_heads} and {head_dim}"
-            )
+        owner = type(self).__name__
+        numbers = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        for name, value in numbers.items():
+            check_range(owner, name, value, 1)
+        check_range(owner, "layer_id", layer_id, 0)
+        check_range(owner, "attention_chunk_size", attention_chunk_size, 0)
+        if sliding_window_size is not None:
+            check_range(owner, "sliding_window_size", sliding_window_size, -1)
         if num_heads % num_kv_heads:
-            raise ValueError(f"num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads})")
+            raise ValueError(f"{owner}: num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads})")
+        if not 0 <= float(logit_cap) < math.inf:
+            raise ValueError(f"{owner}: logit_cap must be 0 (off) or positive, got {logit_cap}")
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
-        self.v_head_dim = head_dim if v_head_dim < 0 else v_head_dim
+        self.v_head_dim = v_head_dim_of(owner, head_dim, v_head_dim)
         self.scaling = float(scaling)
         self.layer_id = layer_id
         self.logit_cap = float(logit_cap)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from attnops.layers.forward_context import get_forward_context, kv_order
-from attnops.types import AttentionBatch
+from attnops.types import AttentionBatch, check_range
 
 
 class RadixLinearAttention(torch.nn.Module):
@@ -29,6 +29,9 @@ class RadixLinearAttention(torch.nn.Module):
         lower_bound: Below 0: KDA's bounded gate. 0: the one by softplus.
         scaling: Of q; None: ``head_k_dim ** -0.5``, and 1 for Mamba2 and Lightning.
         qk_l2norm: q and k by their l2 norms.
+
+    Raises:
+        TypeError, ValueError: naming the number that is out of its range, or the activation.
     """
 
     conv_weights: Tensor | None
@@ -55,11 +58,14 @@ class RadixLinearAttention(torch.nn.Module):
         qk_l2norm: bool = True,
     ) -> None:
         super().__init__()
-        if min(num_k_heads, num_v_heads, head_k_dim, head_v_dim) < 1 or num_v_heads % num_k_heads:
-            raise ValueError(
-                "num_k_heads, num_v_heads, head_k_dim and head_v_dim must be positive and num_v_heads a multiple of "
-                f"num_k_heads, got {num_k_heads}, {num_v_heads}, {head_k_dim} and {head_v_dim}"
-            )
+        owner = type(self).__name__
+        numbers = {"num_k_heads": num_k_heads, "num_v_heads": num_v_heads}
+        numbers |= {"head_k_dim": head_k_dim, "head_v_dim": head_v_dim}
+        for name, value in numbers.items():
+            check_range(owner, name, value, 1)
+        check_range(owner, "layer_id", layer_id, 0)
+        if num_v_heads % num_k_heads:
+            raise ValueError(f"{owner}: num_v_heads ({num_v_heads}) must be a multiple of num_k_heads ({num_k_heads})")
         if activation not in ("silu", None):
             raise ValueError(f"activation must be silu or None, got {activation!r}")
         self.layer_id = layer_id

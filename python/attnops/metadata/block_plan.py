@@ -10,7 +10,8 @@ from torch import Tensor
 
 from attnops.metadata.fmha_plan import FmhaPlan, default_tile_q, tokens_as_a_rule
 from attnops.metadata.plan import XqaDecodePlan
-from attnops.metadata.plan_checks import check_range, check_shared
+from attnops.metadata.plan_checks import check_shared
+from attnops.types import check_range
 
 MAX_BLOCK_SIZE = 1 << 20  # csrc/block_lists/checks.h
 MAX_LISTED = 1 << 30  # tokens of a list
@@ -241,6 +242,7 @@ class BlockPrefillPlan:
         owner = f"{kind}.allocate"
         check_range(owner, "max_num_tokens", max_num_tokens, 0)
         check_range(owner, "max_batch_size", max_batch_size, 0)
+        check_range(owner, "head_dim", head_dim, 1)
         _check_lists(kind, num_q_heads, num_kv_heads, num_blocks, block_size, page_size)
         check_range(owner, "num_kv_heads * max_num_tokens", num_kv_heads * max_num_tokens, 0)
         most_new = max_num_tokens if max_seqlen_q is None else max_seqlen_q

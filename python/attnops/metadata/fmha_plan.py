@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from attnops.metadata.plan import MAX_HEAD_DIM, XqaDecodePlan
+from attnops.metadata.plan_checks import MAX_WINDOW
 from attnops.metadata.plan_parts import default_num_sm_parts, runs_hopper_kernels
+from attnops.types import check_range
 
 DEFAULT_TILE_Q = 64
 CPU_TILE_ROWS = 256  # rows (token, head of a group) that the CPU kernels carry over one packed tile of keys
@@ -102,6 +104,19 @@ def tokens_for_decode(
     return min(1 << (max_seqlen_q - 1).bit_length(), most)
 
 
+def _check_heads(num_q_heads: int | None, num_kv_heads: int | None) -> None:
+    """Both may be left out."""
+    if num_q_heads is None and num_kv_heads is None:
+        return
+    if num_q_heads is None or num_kv_heads is None:
+        raise ValueError(
+            "FmhaPlan.allocate: num_q_heads and num_kv_heads are given together or not at all, "
+            f"got {num_q_heads} and {num_kv_heads}"
+        )
+    check_range("FmhaPlan.allocate", "num_q_heads", num_q_heads, 1)
+    check_range("FmhaPlan.allocate", "num_kv_heads", num_kv_heads, 1)
+
+
 @dataclasses.dataclass(frozen=True)
 class FmhaPlan:
     """Plan of `ops.fmha_varlen` and `ops.fmha_paged`, allocated once for a limit. `ops.fmha_plan` fills it on the
@@ -157,9 +172,17 @@ class FmhaPlan:
                 window, and cuts of keys.
 
         Raises:
-            ValueError: `tile_q` or a limit is out of range.
+            TypeError, ValueError: naming the argument that is out of its range.
         """
         device = torch.device(device)
+        owner = "FmhaPlan.allocate"
+        check_range(owner, "max_num_tokens", max_num_tokens, 0)
+        check_range(owner, "max_batch_size", max_batch_size, 0)
+        check_range(owner, "window_left", window_left, -1, MAX_WINDOW)
+        check_range(owner, "head_dim", head_dim, 1)
+        if max_seqlen_q is not None:
+            check_range(owner, "max_seqlen_q", max_seqlen_q, 0)
+        _check_heads(num_q_heads, num_kv_heads)
         few_rows = False
         if tile_q is None and split_keys and num_q_heads and num_kv_heads and device.type == "cuda":
             group = max(num_q_heads // num_kv_heads, 1)
@@ -168,10 +191,7 @@ class FmhaPlan:
         if tile_q is None:
             tokens = tokens_as_a_rule(max_num_tokens, max_batch_size)
             tile_q = default_tile_q(device, num_q_heads, num_kv_heads, head_dim, tokens)
-        if not 1 <= tile_q <= 1024:
-            raise ValueError(f"tile_q must be in [1, 1024], got {tile_q}")
-        if max_num_tokens < 0 or max_batch_size < 0:
-            raise ValueError(f"limits must not be negative, got {max_num_tokens} tokens, {max_batch_size} requests")
+        check_range(owner, "tile_q", tile_q, 1, 1024)
         max_tiles = -(-max_num_tokens // tile_q) + max_batch_size
         tile_order = torch.full((max_tiles, 2), -1, dtype=torch.int32, device=device)
         if device.type != "cuda":

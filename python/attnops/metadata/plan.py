@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attnops.metadata.plan_checks import MAX_CUTS, MAX_LEAST_CUT, check_range, check_shared, cuts_of_rule
+from attnops.metadata.plan_checks import MAX_CUTS, MAX_LEAST_CUT, check_shared, cuts_of_rule
 from attnops.metadata.plan_parts import XQA_SMALL_BLOCK, mla_num_sm_parts, xqa_num_sm_parts
+from attnops.types import check_dtype, check_range
 
 if TYPE_CHECKING:
     from attnops.metadata.fmha_plan import FmhaPlan  # whose plans may have one of these
@@ -170,6 +171,10 @@ class XqaDecodePlan(SplitKvPlan):
         check_range(f"{kind}.allocate", "num_q_heads", num_q_heads, 1)
         check_range(f"{kind}.allocate", "num_kv_heads", num_kv_heads, 1)
         check_range(f"{kind}.allocate", "head_dim", head_dim, 1, MAX_HEAD_DIM)
+        if kv_dtype is not None:
+            check_dtype(f"{kind}.allocate", "kv_dtype", kv_dtype)
+        if page_size is not None:
+            check_range(f"{kind}.allocate", "page_size", page_size, 1)
         if num_q_heads % num_kv_heads:
             raise ValueError(
                 f"{kind}.allocate: num_q_heads must be a positive multiple of num_kv_heads, "

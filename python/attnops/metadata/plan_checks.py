@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
+from attnops.types import check_range
 
 # Limits of the planners: csrc/torch_bindings/split_kv_checks.h, csrc/scheduler/split_kv.h
 MAX_CUTS = 1024  # of a request in batch-invariant mode
@@ -23,16 +23,6 @@ def cuts_of_rule(fixed_split_tokens: int) -> tuple[int, int]:
     """`most` and `least_tiles` of a `cut_rule`."""
     least, most = divmod(-fixed_split_tokens - 1, MAX_CUTS)
     return most + 1, least
-
-
-def check_range(owner: str, name: str, value: int, low: int, high: int = (1 << 31) - 1) -> None:
-    """Raises for a number out of its range: before memory of that size is asked for."""
-    if type(value) is int and low <= value <= high:
-        return
-    if not isinstance(value, int | torch.SymInt):
-        raise TypeError(f"{owner}: {name} must be an int, got {type(value).__name__} {value!r}")
-    if not low <= value <= high:
-        raise ValueError(f"{owner}: {name} must be in [{low}, {high}], got {value}")
 
 
 def check_shared(

@@ -15,8 +15,9 @@ from attnops.metadata.plan import (
     allocate_tensors,
     num_partials_of,
 )
-from attnops.metadata.plan_checks import check_range, check_shared
+from attnops.metadata.plan_checks import check_shared
 from attnops.metadata.plan_parts import mla_num_sm_parts
+from attnops.types import check_range
 
 MAX_TOPK = 1 << 24  # csrc/sparse_mla/checks.h
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnops.metadata.plan_checks import check_range
 from attnops.ops._arguments import names_its_arguments, register_fake
+from attnops.types import check_range
 
 
 @names_its_arguments

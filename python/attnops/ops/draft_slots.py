@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attnops.metadata.plan_checks import check_range
 from attnops.ops._arguments import MAX_TREE_TOKENS, names_its_arguments, register_fake
+from attnops.types import check_range
 
 
 @names_its_arguments

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnops.metadata.plan_checks import check_range
 from attnops.ops._arguments import MAX_TREE_TOKENS, names_its_arguments, register_fake
+from attnops.types import check_range
 
 
 class TreeMaskMode(enum.IntEnum):

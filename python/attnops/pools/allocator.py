@@ -7,6 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from attnops.types import check_range
+
+
+def whole_pages(owner: str, size: int, page_size: int) -> int:
+    """How many pages `size` tokens fill."""
+    check_range(owner, "page_size", page_size, 1)
+    check_range(owner, "size", size, page_size)
+    return size // page_size
+
 
 class PagedTokenToKVPoolAllocator:
     """Gives out token slots in whole pages and counts the holders of each page.
@@ -26,10 +35,8 @@ class PagedTokenToKVPoolAllocator:
     """
 
     def __init__(self, size: int, page_size: int) -> None:
-        if page_size < 1 or size < page_size:
-            raise ValueError(f"attnops: a pool of {size} tokens holds no page of {page_size}")
         self.page_size = page_size
-        self.num_pages = size // page_size
+        self.num_pages = whole_pages(f"attnops: {type(self).__name__}", size, page_size)
         self.size = self.num_pages * page_size
         self.clear()
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attnops.ops.fp4_kv import FP4, FP4_BLOCK, store_kv_fp4
 from attnops.pools.kv_cache import LayerBuffers, MHATokenToKVPool, MLATokenToKVPool
-from attnops.types import AttentionLayer
+from attnops.types import AttentionLayer, check_range, v_head_dim_of
 
 E4M3 = torch.float8_e4m3fn
 
@@ -46,7 +46,9 @@ class MHATokenToKVPoolFP4(MHATokenToKVPool):
         v_head_dim: int = -1,
         start_layer: int = 0,
     ) -> None:
-        for name, dim in (("head_dim", head_dim), ("v_head_dim", head_dim if v_head_dim < 0 else v_head_dim)):
+        owner = f"attnops: {type(self).__name__}"
+        check_range(owner, "head_dim", head_dim, 1)
+        for name, dim in (("head_dim", head_dim), ("v_head_dim", v_head_dim_of(owner, head_dim, v_head_dim))):
             _check_dim(name, dim)
         super().__init__(size, page_size, FP4, head_num, head_dim, layer_num, device, v_head_dim, start_layer)
         _check_device(self.device)

@@ -9,8 +9,17 @@ import torch
 from torch import Tensor
 
 from attnops import _load  # noqa: F401  (the store ops exist once the modules are loaded)
+from attnops.pools.allocator import whole_pages
 from attnops.pools.huge_pages import with_huge_pages
-from attnops.types import MLA_KV_LORA_RANK, MLA_ROPE_DIM, AttentionLayer, device_of
+from attnops.types import (
+    MLA_KV_LORA_RANK,
+    MLA_ROPE_DIM,
+    AttentionLayer,
+    check_dtype,
+    check_range,
+    device_of,
+    v_head_dim_of,
+)
 
 MLA_FP8_ROW_BYTES = 656  # 512 e4m3, 4 float32 scales (one per 128), 64 bf16 rotary
 
@@ -70,10 +79,12 @@ class KVCache:
         device: torch.device | str,
         start_layer: int = 0,
     ) -> None:
-        if page_size < 1 or size < page_size:
-            raise ValueError(f"attnops: a pool of {size} tokens holds no page of {page_size}")
+        owner = f"attnops: {type(self).__name__}"
+        check_dtype(owner, "dtype", dtype)
+        check_range(owner, "layer_num", layer_num, 0)
+        check_range(owner, "start_layer", start_layer, 0)
         self.page_size = page_size
-        self.num_pages = size // page_size
+        self.num_pages = whole_pages(owner, size, page_size)
         self.size = self.num_pages * page_size
         self.dtype = dtype
         self.layer_num, self.start_layer = layer_num, start_layer
@@ -156,8 +167,11 @@ class MHATokenToKVPool(KVCache):
             raise ValueError("attnops: pages of float4_e2m1fn_x2 have scales: make an MHATokenToKVPoolFP4")
         if layout not in ("NHD", "HND"):
             raise ValueError(f"attnops: layout must be NHD or HND, got {layout}")
+        owner = f"attnops: {type(self).__name__}"
+        check_range(owner, "head_num", head_num, 1)
+        check_range(owner, "head_dim", head_dim, 1)
         self.head_num, self.head_dim = head_num, head_dim
-        self.v_head_dim = head_dim if v_head_dim < 0 else v_head_dim
+        self.v_head_dim = v_head_dim_of(owner, head_dim, v_head_dim)
         self._layout = layout
         self.k_buffer = [self._pages(self.head_dim) for _ in range(layer_num)]
         self.v_buffer = [self._pages(self.v_head_dim) for _ in range(layer_num)]

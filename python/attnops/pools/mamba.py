@@ -12,9 +12,10 @@ from torch import Tensor
 from attnops.ops import clear_states, copy_states, delta_commit
 from attnops.pools.kv_cache import MHATokenToKVPool
 from attnops.pools.req_to_token import ReqToTokenPool
-from attnops.types import device_of
+from attnops.types import check_dtype, check_range, device_of
 
 STATE_CHUNK = 64  # tokens; states are kept at multiples of it alone
+MAX_DRAFTS = 16  # of a request: csrc/core/linear_verify.h
 
 
 class MambaState(NamedTuple):
@@ -80,8 +81,15 @@ class MambaPool:
         gate_per_channel: bool = False,
         ring_rows: int | None = None,
     ) -> None:
-        if size < 1 or num_layers < 1:
-            raise ValueError(f"attnops: size and num_layers must be positive, got {size} and {num_layers}")
+        owner = f"attnops: {type(self).__name__}"
+        check_range(owner, "size", size, 1)
+        check_range(owner, "num_layers", num_layers, 1)
+        check_dtype(owner, "dtype", dtype)
+        check_dtype(owner, "temporal_dtype", temporal_dtype)
+        check_range(owner, "speculative_num_draft_tokens", speculative_num_draft_tokens, 0, MAX_DRAFTS)
+        for name, given in (("num_k_heads", num_k_heads), ("ring_rows", ring_rows)):
+            if given is not None:
+                check_range(owner, name, given, 1)
         self.size, self.num_layers, self.device = size, num_layers, device_of(device)
 
         def zeros(shape: tuple[int, ...] | None, dtype: torch.dtype) -> Tensor | None:
@@ -89,8 +97,6 @@ class MambaPool:
 
         self.states = MambaState(zeros(conv_shape, dtype), zeros(temporal_shape, temporal_dtype))
         self.speculative_num_draft_tokens = drafts = speculative_num_draft_tokens
-        if not 0 <= drafts <= 16:
-            raise ValueError(f"attnops: speculative_num_draft_tokens must be in [0, 16], got {drafts}")
         self.rings: DraftRings | None = None
         if drafts and temporal_shape is not None:
             heads, value_dim, key_dim = temporal_shape

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnops.types import device_of
+from attnops.types import check_range, device_of
 
 _INT32 = torch.iinfo(torch.int32)
 
@@ -24,6 +24,9 @@ class ReqToTokenPool:
     """
 
     def __init__(self, size: int, max_context_len: int, device: torch.device | str = "cpu") -> None:
+        owner = f"attnops: {type(self).__name__}"
+        check_range(owner, "size", size, 0)
+        check_range(owner, "max_context_len", max_context_len, 0)
         self.size = size
         self.max_context_len = max_context_len
         self.device = device_of(device)
