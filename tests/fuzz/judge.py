@@ -10,7 +10,7 @@ from torch import Tensor
 from .draw import Draw, Failure
 from .oracle import Answer
 
-# Over a whole result, as docs/architecture.md and tests/checks.py have them.
+# Over a whole result, as docs/architecture.md and tests/support/checks.py have them.
 WHOLE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 # Of a single row, against its own size and that of the noise that rounded weights leave: 2 to 4 units of the dtype,
 # the rounding of the output and of the weights with room for the unluckiest row of many.

@@ -130,7 +130,7 @@ def plan_of(call: Call) -> MlaDecodePlan:
 
 
 def lse_slack(call: Call) -> float:
-    """What lse may be off by: with the scale that tests/mla_calls.py states it for, and in proportion with others."""
+    """What lse may be off by: by the scale of tests/support/mla_calls.py, and in proportion with others."""
     if call.options.get("fp8_products") and call.q.is_cuda:
         # The e4m3 units cut every addend 13 bits below the largest one. Where q and a key are nearly parallel all of a
         # score's addends are positive, and it loses 1 %: docs/log/mla_decode_fp8.md, "Parallel queries and keys".

@@ -8,7 +8,7 @@
 
 namespace attnops::fmha::sm90 {
 
-// How one instantiation divides its work: by measurement, see docs/kernels/fmha_sm90_log.md.
+// How one instantiation divides its work: by measurement, see docs/log/fmha_sm90.md.
 struct Shape {
   int head_dim_qk, head_dim_v;
   int keys;                    // of a tile
