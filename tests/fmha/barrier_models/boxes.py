@@ -6,7 +6,7 @@ python tests/fmha/barrier_models/boxes.py 0 150
 # ruff: noqa
 # mypy: ignore-errors
 import random, sys
-from machine import Bar, run
+from machine import Bar, run, wait
 
 
 def is_long(w):
@@ -65,9 +65,6 @@ def sim(seed, cluster, qs=2, kst=2, warps=8, ws=2, late=True, together=1, when_d
     class P:  # producer state shared by tid0
         pass
 
-    def wait(b, par):
-        return lambda: b.done(par)
-
     def tma(c, kind, st, content, bars, val):
         # multicasts half c to all
         for d in range(cluster):
@@ -84,6 +81,15 @@ def sim(seed, cluster, qs=2, kst=2, warps=8, ws=2, late=True, together=1, when_d
     def adv(i, p, n):
         i += 1
         return (0, p ^ 1) if i == n else (i, p)
+
+    def ask_for_queries(x, place, work):
+        def land():
+            assert x.qread[place] == 0, "queries overwritten while read"
+            x.q[place] = work
+            x.qf[place].add(7)
+
+        x.qf[place].expect(7)
+        inflight.append(land)
 
     def teller(c):
         x = C[c]
@@ -146,13 +152,7 @@ def sim(seed, cluster, qs=2, kst=2, warps=8, ws=2, late=True, together=1, when_d
                 x.qf[q].arrive()
                 return
 
-            def ql(b=x.qf[q], q=q, mine=mine):
-                assert x.qread[q] == 0, "queries overwritten while read"
-                x.q[q] = mine
-                b.add(7)
-
-            x.qf[q].expect(7)
-            inflight.append(ql)
+            ask_for_queries(x, q, mine)
             q, qp = adv(q, qp, qs)
             if late:
                 if is_long(w):
@@ -185,13 +185,7 @@ def sim(seed, cluster, qs=2, kst=2, warps=8, ws=2, late=True, together=1, when_d
                     x.qf[q].arrive()
                     return
 
-                def ql(b=x.qf[q], q=q, mine=mine):
-                    assert x.qread[q] == 0, "queries overwritten while read"
-                    x.q[q] = mine
-                    b.add(7)
-
-                x.qf[q].expect(7)
-                inflight.append(ql)
+                ask_for_queries(x, q, mine)
                 q, qp = adv(q, qp, qs)
                 short_works = not is_long(w)
                 if not short_works:

@@ -36,6 +36,11 @@ class Bar:
         return s.phase != parity
 
 
+def wait(bar, parity):
+    """What a thread yields that waits for a phase."""
+    return lambda: bar.done(parity)
+
+
 def step(place, size):
     """The next place of a ring: [stage, parity]."""
     place[0] += 1

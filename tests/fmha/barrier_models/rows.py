@@ -8,7 +8,13 @@ python tests/fmha/barrier_models/rows.py 0 150
 # ruff: noqa
 # mypy: ignore-errors
 import random, sys
-from machine import Bar, run, step
+from types import SimpleNamespace
+
+from machine import Bar, run, step, wait
+from narrow_boxes import asker, widener
+
+# What `asker` and `widener` see of a CTA.
+CTA = set("K V W ask_for_queries idx inflight ke kf kr kst qe qf qs raw rawread re_ rf rst slot ve vf vr wd wk".split())
 
 
 def sim(seed, kind, overlap, qs, kst=2, groups=2, turns=True, rst=2):
@@ -42,9 +48,6 @@ def sim(seed, kind, overlap, qs, kst=2, groups=2, turns=True, rst=2):
     done = []
     turnbar = [[0, 0] for _ in range(groups)]  # arrivals count per turn barrier (sync+arrive of 2)
     idx = [0]
-
-    def wait(b, par):
-        return lambda: b.done(par)
 
     def ask_for_queries(place, work):
         qf[place].expect(7)
@@ -257,96 +260,6 @@ def sim(seed, kind, overlap, qs, kst=2, groups=2, turns=True, rst=2):
             if wp > 0:
                 wd[own_slot].arrive()
 
-    def asker():
-        q = qp = s = sp = a = ap = 0
-        first = rst if qs == 1 else 0  # so many tiles are asked for before the queries
-        while True:
-            yield wait(wd[s], sp ^ 1)
-            while idx[0] < len(W) and not W[idx[0]][0]:
-                idx[0] += 1
-            w, mine = slot[s] = (W[idx[0]], idx[0]) if idx[0] < len(W) else (None, None)
-            idx[0] += 1
-            wk[s].arrive()
-            yield lambda: True
-
-            def bring_queries():
-                nonlocal q, qp
-                yield wait(qe[q], qp ^ 1)
-                if w is None:
-                    qf[q].arrive()
-                    return
-                ask_for_queries(q, mine)
-                q += 1
-                if q == qs:
-                    q, qp = 0, qp ^ 1
-
-            n = 0 if w is None else w[2] - w[1]
-            if first == 0 or n == 0:
-                yield from bring_queries()
-            if w is None:
-                return
-            own_slot = s
-            s, sp = (0, sp ^ 1) if s == 1 else (1, sp)
-            items = [("k", 0)] if n else []
-            for t in range(n):
-                items += ([("k", t + 1)] if t + 1 < n else []) + [("v", t)]
-            for i, item in enumerate(items):
-                yield wait(re_[a], ap ^ 1)
-                rf[a].expect(5)
-
-                def land(a=a, item=item, mine=mine):
-                    assert rawread[a] == 0, "e4m3 tile overwritten while read"
-                    raw[a] = (mine, item)
-                    rf[a].add(5)
-
-                inflight.append(land)
-                a += 1
-                if a == rst:
-                    a, ap = 0, ap ^ 1
-                yield lambda: True
-                if first and i + 1 == min(first, len(items)):
-                    yield from bring_queries()
-            assert slot[own_slot] == (w, mine)
-
-    def widener(wp):
-        s = sp = a = ap = 0
-        rk = [0, 0]
-        rv = [0, 0]
-        while True:
-            yield wait(wk[s], sp)
-            w, mine = slot[s]
-            if w is None:
-                return
-            own_slot = s
-            s, sp = (0, sp ^ 1) if s == 1 else (1, sp)
-            n = w[2] - w[1]
-            items = [("k", 0)] if n else []
-            for t in range(n):
-                items += ([("k", t + 1)] if t + 1 < n else []) + [("v", t)]
-            for kind, t in items:
-                yield wait(rf[a], ap)
-                assert raw[a] == (mine, (kind, t)), (raw[a], mine, kind, t)
-                rawread[a] += 1
-                ring, cells, rd, f, e = (rk, K, kr, kf, ke) if kind == "k" else (rv, V, vr, vf, ve)
-                st, ph = ring
-                yield wait(e[st], ph ^ 1)
-                for _ in range(2):
-                    assert rd[st] == 0, "overwritten while read"
-                    cells[st][wp] = ((mine, t), "half")
-                    yield lambda: True
-                assert raw[a] == (mine, (kind, t))
-                rawread[a] -= 1
-                re_[a].arrive()
-                yield lambda: True
-                cells[st][wp] = ((mine, t), "wide")
-                f[st].arrive()
-                a += 1
-                if a == rst:
-                    a, ap = 0, ap ^ 1
-                step(ring, kst)
-            assert slot[own_slot] == (w, mine)
-            wd[own_slot].arrive()
-
     rawread = [0] * rst
 
     def cons(g):
@@ -486,7 +399,8 @@ def sim(seed, kind, overlap, qs, kst=2, groups=2, turns=True, rst=2):
         if turns and g == 0:
             yield from take()
 
-    bring = [asker()] + [widener(i) for i in range(3)] if narrow else [prod(i) for i in range(4)]
+    cta = SimpleNamespace(**{name: value for name, value in locals().items() if name in CTA})
+    bring = [asker(cta)] + [widener(cta, i) for i in range(3)] if narrow else [prod(i) for i in range(4)]
     threads = [[b, None] for b in bring] + [[cons(i), None] for i in range(groups)]
     run(threads, inflight, r, f"{seed} {kind} overlap {overlap} qs {qs} {W}")
     assert done == [i for i, w in enumerate(W) if w[0]]
