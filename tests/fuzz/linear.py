@@ -130,33 +130,49 @@ def right_step(draw: Draw) -> None:
     out.check("out")
 
 
+def _joined_pools(
+    draw: Draw, batch: int, state: tuple[int, ...], inputs: tuple[int, int], io: torch.dtype, kept: torch.dtype
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """States and a convolution's inputs of two slots more than rows, and the same again for the two ops."""
+    pools = {
+        "states": strided(draw, draw.normal(batch + 2, *state).to(kept)),
+        "conv_states": _any_strides(draw, draw.normal(batch + 2, *inputs).to(io)),
+    }
+    twins = {name: pool.clone() for name, pool in pools.items()}
+    pools["state_indices"] = twins["state_indices"] = index_tensor(draw, draw_slots(draw, batch, batch + 2))
+    return pools, twins
+
+
+def _same_as_two_ops(out: Guarded, expected: Tensor, pools: dict[str, Tensor], twins: dict[str, Tensor]) -> None:
+    for name, got, want in [("out", out.view, expected), *((name, pools[name], twins[name]) for name in pools)]:
+        if not torch.equal(got, want):
+            raise Failure(f"{name} are not the bits of the two ops")
+    out.check("out")
+
+
 def right_convolved_step(draw: Draw) -> None:
     """`delta_conv_decode`, against the two ops that it joins."""
     io, kept, width = draw.pick(FLOATS), draw.pick(FLOATS), draw.pick([2, 3, 4])
     batch, groups = draw.pick([0, 1, 3, 20]), draw.pick([1, 2, 3])
     heads, keys, rows = groups * draw.pick([1, 2, 3]), draw.pick([16, 64, 100, 128]), draw.pick([1, 16, 50, 128])
-    channels, num_slots, silu = 2 * groups * keys + heads * rows, batch + 2, draw.chance(0.6)
+    channels, silu = 2 * groups * keys + heads * rows, draw.chance(0.6)
     draw.note(io=io, states=kept, W=width, B=batch, G=groups, H=heads, K=keys, V=rows)
     shape = (batch, heads, keys) if draw.chance(0.4) else (batch, heads)
     x, a, b = given_as(draw, *(draw.normal(*s).to(io) for s in ((batch, channels), shape, (batch, heads))))
     weight = on_device(draw, draw.normal(channels, width).to(io))
     bias = on_device(draw, draw.normal(channels).to(io)) if draw.chance(0.5) else None
     gates = {"A_log": on_device(draw, draw.normal(heads)), "dt_bias": on_device(draw, draw.normal(*shape[1:]))}
-    states = strided(draw, draw.normal(num_slots, heads, rows, keys).to(kept))
-    inputs = _any_strides(draw, draw.normal(num_slots, channels, width - 1).to(io))
-    twins, slots = (states.clone(), inputs.clone()), index_tensor(draw, draw_slots(draw, batch, num_slots))
+    pools, twins = _joined_pools(draw, batch, (heads, rows, keys), (channels, width - 1), io, kept)
     out = Guarded(draw, (batch, heads, rows), io)
     draw.saw("op delta_conv_decode")
-    pools = {"states": states, "conv_states": inputs, "state_indices": slots}
     ops.delta_conv_decode(x, weight, bias, a, b, num_k_heads=groups, silu=silu, out=out.view, **gates, **pools)
-    mixed = ops.causal_conv1d_update(x, weight, bias, conv_states=twins[1], state_indices=slots, silu=silu)
+    mixed = ops.causal_conv1d_update(
+        x, weight, bias, conv_states=twins["conv_states"], state_indices=twins["state_indices"], silu=silu
+    )
     q, k, v = mixed.split([groups * keys, groups * keys, heads * rows], 1)
     q, k, v = q.unflatten(1, (groups, keys)), k.unflatten(1, (groups, keys)), v.unflatten(1, (heads, rows))
-    expected = ops.delta_decode(q, k, v, a, b, states=twins[0], state_indices=slots, **gates)
-    for name, got, want in (("out", out.view, expected), ("states", states, twins[0]), ("inputs", inputs, twins[1])):
-        if not torch.equal(got, want):
-            raise Failure(f"{name} are not the bits of the two ops")
-    out.check("out")
+    expected = ops.delta_decode(q, k, v, a, b, states=twins["states"], state_indices=twins["state_indices"], **gates)
+    _same_as_two_ops(out, expected, pools, twins)
 
 
 def right_convolved_state_space(draw: Draw) -> None:
@@ -164,7 +180,7 @@ def right_convolved_state_space(draw: Draw) -> None:
     io, kept, width = draw.pick(FLOATS), draw.pick(FLOATS), draw.pick([2, 3, 4])
     batch, groups = draw.pick([0, 1, 3, 20]), draw.pick([1, 2, 3])
     heads, keys, rows = groups * draw.pick([1, 2, 8]), draw.pick([16, 64, 128, 256]), draw.pick([1, 16, 50, 64])
-    channels, num_slots, silu = 2 * groups * keys + heads * rows, batch + 2, draw.chance(0.6)
+    channels, silu = 2 * groups * keys + heads * rows, draw.chance(0.6)
     draw.note(io=io, states=kept, W=width, B=batch, G=groups, H=heads, N=keys, P=rows)
     x, dt = given_as(draw, *(draw.normal(*s).to(io) for s in ((batch, channels), (batch, heads))))
     weight = on_device(draw, draw.normal(channels, width).to(io))
@@ -173,21 +189,17 @@ def right_convolved_state_space(draw: Draw) -> None:
     given["D"] = on_device(draw, draw.normal(heads)) if draw.chance(0.5) else None
     given["z"] = on_device(draw, draw.normal(batch, heads, rows).to(io)) if draw.chance(0.5) else None
     A = on_device(draw, -draw.normal(heads).abs())
-    states = strided(draw, draw.normal(num_slots, heads, rows, keys).to(kept))
-    inputs = _any_strides(draw, draw.normal(num_slots, channels, width - 1).to(io))
-    twins, slots = (states.clone(), inputs.clone()), index_tensor(draw, draw_slots(draw, batch, num_slots))
+    pools, twins = _joined_pools(draw, batch, (heads, rows, keys), (channels, width - 1), io, kept)
     out = Guarded(draw, (batch, heads, rows), io)
     draw.saw("op ssd_conv_decode")
-    pools = {"states": states, "conv_states": inputs, "state_indices": slots}
     ops.ssd_conv_decode(x, weight, bias, dt, A, num_groups=groups, silu=silu, out=out.view, **given, **pools)
-    mixed = ops.causal_conv1d_update(x, weight, bias, conv_states=twins[1], state_indices=slots, silu=silu)
+    mixed = ops.causal_conv1d_update(
+        x, weight, bias, conv_states=twins["conv_states"], state_indices=twins["state_indices"], silu=silu
+    )
     v, B, C = mixed.split([heads * rows, groups * keys, groups * keys], 1)
     v, B, C = v.unflatten(1, (heads, rows)), B.unflatten(1, (groups, keys)), C.unflatten(1, (groups, keys))
-    expected = ops.ssd_decode(v, dt, A, B, C, states=twins[0], state_indices=slots, **given)
-    for name, got, want in (("out", out.view, expected), ("states", states, twins[0]), ("inputs", inputs, twins[1])):
-        if not torch.equal(got, want):
-            raise Failure(f"{name} are not the bits of the two ops")
-    out.check("out")
+    expected = ops.ssd_decode(v, dt, A, B, C, states=twins["states"], state_indices=twins["state_indices"], **given)
+    _same_as_two_ops(out, expected, pools, twins)
 
 
 def _tree(draw: Draw, batch: int, count: int) -> tuple[Tensor, list[list[list[int]]]]:
