@@ -75,9 +75,4 @@ __device__ inline void mbarrier_wait_cluster(uint32_t barrier, uint32_t parity) 
       : "memory");
 }
 
-// Asks for memory to be in L2 soon. `bytes` and the address are multiples of 16.
-__device__ inline void prefetch_to_l2(const void* address, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
-}
-
 }  // namespace attnops::sm90

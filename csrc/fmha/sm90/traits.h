@@ -173,8 +173,6 @@ struct Traits {
               : kStages;
 };
 
-struct WorkSlot;
-
 // Offsets in bytes from a base on 1 KB.
 template <class Tr>
 struct SharedLayout {

@@ -19,7 +19,6 @@ namespace attnops::mla_decode::sm90 {
 inline constexpr int kQueryStages = 2;
 inline constexpr int kQueryTiles = kHeadDimV / 64 / kQueryStages, kQueryRopeDims = kHeadDimRope / kQueryStages;
 inline constexpr int kQueryRopeBytes = kPlanRows * kQueryRopeDims * 2;
-inline constexpr int kQueryStageBytes = kQueryTiles * kTileBytes + kQueryRopeBytes;
 inline constexpr int kQueryStageSteps = kQueryTiles * 2;  // of 32 dims of the latent part
 
 struct QueryMaps {

@@ -97,8 +97,6 @@ class RequestWalkFor {
   int request_, tile_;
 };
 
-using RequestWalk = RequestWalkFor<Options::kAll>;
-
 // The same of a short call, where a CTA has one piece or none. Of a work that is cut, `partial` says where the result
 // goes; where a cluster merges the pieces, how many they are.
 template <int kRows, bool kCluster = false>
