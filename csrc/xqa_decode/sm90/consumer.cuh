@@ -13,11 +13,7 @@ namespace attnops::xqa_decode::sm90 {
 // Whether a tile's softmax may run beside the product with the values before.
 template <class Tr>
 constexpr bool overlaps_softmax() {
-  if constexpr (requires { Block<Tr>::kOverlaps; }) {
-    return Block<Tr>::kOverlaps;
-  } else {
-    return false;
-  }
+  return requires { requires Block<Tr>::kOverlaps; };
 }
 
 // Two warpgroups of three that merge, as many threads as a power of two.

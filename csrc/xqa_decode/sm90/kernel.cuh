@@ -134,11 +134,7 @@ __device__ __forceinline__ void run_folded(const Params& p, const Shape& shape, 
 
 template <class Tr>
 constexpr bool moves_registers() {
-  if constexpr (requires { Tr::kMovesRegisters; }) {
-    return Tr::kMovesRegisters;
-  } else {
-    return false;
-  }
+  return requires { requires Tr::kMovesRegisters; };
 }
 
 // What a CTA does where works may be dealt out: it takes short ones, then others, or those of its part.

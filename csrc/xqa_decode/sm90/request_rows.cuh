@@ -16,11 +16,7 @@ struct RaggedTraits : Base {
 
 template <class Tr>
 constexpr bool is_ragged() {
-  if constexpr (requires { Tr::kRagged; }) {
-    return Tr::kRagged;
-  } else {
-    return false;
-  }
+  return requires { requires Tr::kRagged; };
 }
 
 // Where a ragged request's tokens end, behind `least` tokens: any number may stand there.

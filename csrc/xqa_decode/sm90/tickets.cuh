@@ -15,11 +15,7 @@ struct DealingTraits : Base {
 
 template <class Tr>
 constexpr bool deals_works() {
-  if constexpr (requires { Tr::kDeals; }) {
-    return Tr::kDeals;
-  } else {
-    return false;
-  }
+  return requires { requires Tr::kDeals; };
 }
 
 struct DealtWork {

@@ -128,11 +128,7 @@ inline constexpr float kSlack = 8.f;
 
 template <class Tr>
 constexpr bool widens_ahead() {
-  if constexpr (requires { Tr::kWidensAhead; }) {
-    return Tr::kWidensAhead;
-  } else {
-    return false;
-  }
+  return requires { requires Tr::kWidensAhead; };
 }
 
 // What warps know that bring tiles: where those become fp16 on the way, of the ring before that.
