@@ -1,6 +1,7 @@
 #pragma once
 #include "device/common/pdl.cuh"
 #include "fmha/sm90/attend.cuh"
+#include "fmha/sm90/load_boxes.cuh"
 #include "fmha/sm90/load_e4m3.cuh"
 #include "fmha/sm90/load_e4m3_rows.cuh"
 #include "fmha/sm90/load_narrow.cuh"
