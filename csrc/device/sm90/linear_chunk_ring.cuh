@@ -194,7 +194,8 @@ class ChunkRing : public ChunkConsumers<RingShared<kKeys_, kDelta_, kChannels_, 
     Note note;
     Turn turn;
     int64_t loaded = 0, made = 0;  // chunks; how many of them have no mark to wait for
-    for (bool marks = marked_; walk.next(note); ++loaded, turn.next()) {
+    for (bool marks = marked_; walk.advance(); ++loaded, turn.next()) {
+      walk.describe(note);
       if (note.first) made = loaded, marks = marked_ && marks;
       if (loaded >= kStages) mbarrier_wait(this->ring_.empty(turn), turn.phase ^ 1);
       if constexpr (kPart == Part::kWhole) {

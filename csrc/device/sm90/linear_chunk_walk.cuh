@@ -74,12 +74,6 @@ class ChunkWalk {
     return true;
   }
 
-  __device__ bool next(ChunkNote& note) {
-    if (!advance()) return false;
-    describe(note);
-    return true;
-  }
-
   // The last chunk.
   __device__ void describe(ChunkNote& note) const {
     const int64_t c = chunk_ - 1;
@@ -157,12 +151,6 @@ class SegmentWalk {
       begin_work();
     }
     ++chunk_;
-    return true;
-  }
-
-  __device__ bool next(SegmentNote& note) {
-    if (!advance()) return false;
-    describe(note);
     return true;
   }
 
