@@ -154,6 +154,8 @@ def test_a_branch_and_a_new_request_do_not_see_old_rings():
     assert pool.rings.ring_len[0, second] == 1
     pool.free(second)
     assert pool.alloc() == [second] and pool.rings.ring_len[0, second] == 0
+    with pytest.raises(ValueError, match=r"place must be in \[0, 1\) of MambaPool, got -1"):
+        pool.layer_rings(-1)
     with pytest.raises(ValueError, match=r"speculative_num_draft_tokens must be in \[0, 16\], got 17"):
         MambaPool(1, 1, None, (1, 2, 3), speculative_num_draft_tokens=17)
     with pytest.raises(ValueError, match="ring_rows be at least 4"):

@@ -88,6 +88,8 @@ def test_misuse_is_named():
         allocator.alloc_extend([6], [5], [8])
     with pytest.raises(ValueError, match=r"size must be in \[4, 2147483647\], got 3"):
         PagedTokenToKVPoolAllocator(3, 4)
+    with pytest.raises(ValueError, match=r"PagedTokenToKVPoolAllocator\.alloc: need_size must be in .*, got -1"):
+        allocator.alloc(-1)
 
 
 def test_random_lives_never_leak_nor_share_by_accident():

@@ -75,7 +75,12 @@ class PagedTokenToKVPoolAllocator:
         return pages
 
     def alloc(self, need_size: int) -> Tensor | None:
-        """Slots of `need_size` tokens in pages of their own: int64 ``[need_size]``, or None."""
+        """Slots of `need_size` tokens in pages of their own: int64 ``[need_size]``, or None.
+
+        Raises:
+            ValueError: `need_size` is negative.
+        """
+        check_range(f"attnops: {type(self).__name__}.alloc", "need_size", need_size, 0)
         return self.alloc_extend([0], [need_size], [-1])
 
     def alloc_extend(

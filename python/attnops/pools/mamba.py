@@ -119,6 +119,7 @@ class MambaPool:
 
     def layer_rings(self, place: int) -> DraftRings | None:
         """The rings of one layer; None: the pool has none."""
+        self._check_place(place)
         return None if self.rings is None else DraftRings(*(part[place] for part in self.rings))
 
     def fold(self, slots: Tensor) -> None:
@@ -137,9 +138,12 @@ class MambaPool:
 
     def layer(self, place: int) -> MambaState:
         """The states of one layer; `place` counts linear layers alone."""
+        self._check_place(place)
+        return MambaState(*(None if states is None else states[place] for states in self.states))
+
+    def _check_place(self, place: int) -> None:
         if not 0 <= place < self.num_layers:
             raise ValueError(f"attnops: place must be in [0, {self.num_layers}) of MambaPool, got {place}")
-        return MambaState(*(None if states is None else states[place] for states in self.states))
 
     def available_size(self) -> int:
         """Free slots."""
