@@ -19,7 +19,7 @@ from pathlib import Path
 import speculation_peers as peers
 import torch
 from attnops import ops
-from attnops.backends import DualChunkFlashAttentionBackend, EncoderDecoderBackend, select_backend
+from attnops.backends import AttentionBackend, DualChunkFlashAttentionBackend, EncoderDecoderBackend, select_backend
 from attnops.layers import RadixAttention
 from attnops.metadata import MlaDecodePlan, XqaDecodePlan
 from attnops.ops.speculation import DraftTree, TreeMaskMode, Verified
@@ -48,6 +48,24 @@ BARS = (
 
 def ours(params: dict, calls: Calls, num_bytes: int | None = None, note: str = "") -> Contender:
     return Contender("attnops", params, calls, num_bytes, note)
+
+
+def prompt_of(
+    total: int, slots: torch.Tensor, pool: MHATokenToKVPool, backend: AttentionBackend, **options: object
+) -> AttentionBatch:
+    """One request of `total` tokens, all of them new."""
+    return AttentionBatch(
+        forward_mode=ForwardMode.EXTEND,
+        req_pool_indices=torch.zeros(1, dtype=torch.int64, device=DEVICE),
+        cache_seqlens=torch.tensor([total], dtype=I32, device=DEVICE),
+        num_tokens=total,
+        req_to_token=slots.int(),
+        out_cache_loc=slots.flatten(),
+        extend_seq_lens=torch.tensor([total], dtype=I32, device=DEVICE),
+        token_to_kv_pool=pool,
+        attn_backend=backend,
+        **options,
+    )
 
 
 class SpeculationBench(Turns):
@@ -332,18 +350,7 @@ class SpeculationBench(Turns):
         cells = []
         for kind in (None, params):
             backend = select_backend(spec, limits, DEVICE)  # of its own: steps in turns must not share a plan
-            batch = AttentionBatch(
-                forward_mode=ForwardMode.EXTEND,
-                req_pool_indices=torch.zeros(1, dtype=torch.int64, device=DEVICE),
-                cache_seqlens=torch.tensor([total], dtype=I32, device=DEVICE),
-                num_tokens=total,
-                req_to_token=slots.int(),
-                out_cache_loc=slots.flatten(),
-                extend_seq_lens=torch.tensor([total], dtype=I32, device=DEVICE),
-                token_to_kv_pool=pool,
-                attn_backend=backend,
-                multi_item=kind,
-            )
+            batch = prompt_of(total, slots, pool, backend, multi_item=kind)
             backend.init_forward_metadata(batch)
             named = {"prefix": prefix, "items": items, "item_tokens": length, "mask": "items" if kind else "causal"}
             cells.append(ours(named, [partial(layer, q, k, v, batch)] * 4))
@@ -364,17 +371,7 @@ class SpeculationBench(Turns):
             (1, select_backend(spec, limits, DEVICE)),
             (5, DualChunkFlashAttentionBackend(spec, limits, DEVICE, **sizes)),
         ):
-            batch = AttentionBatch(
-                forward_mode=ForwardMode.EXTEND,
-                req_pool_indices=torch.zeros(1, dtype=torch.int64, device=DEVICE),
-                cache_seqlens=torch.tensor([total], dtype=I32, device=DEVICE),
-                num_tokens=total,
-                req_to_token=slots.int(),
-                out_cache_loc=slots.flatten(),
-                extend_seq_lens=torch.tensor([total], dtype=I32, device=DEVICE),
-                token_to_kv_pool=pool,
-                attn_backend=backend,
-            )
+            batch = prompt_of(total, slots, pool, backend)
             q = torch.randn(total, parts * HEADS * DIM, device=DEVICE).to(BF16)
             backend.init_forward_metadata(batch)
             named = {"tokens": total, **sizes, "parts": parts}
