@@ -189,20 +189,25 @@ __device__ __forceinline__ void multiply_tokens(TokenProducts& made, uint32_t ke
   }
 }
 
-// Queries of a warp's rows times themselves, for their norms: of either 8 columns.
+// 16 queries from a row on times themselves, for their norms: of either 8 columns.
 template <int kKeys>
-__device__ __forceinline__ void square_queries(float (&squares)[2][4], uint32_t queries) {
-  const int warp = threadIdx.x % kLocalThreads / 32;
+__device__ __forceinline__ void square_rows(float (&squares)[2][4], uint32_t queries, int row) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) squares[i / 4][i % 4] = 0.f;
 #pragma unroll
   for (int i = 0; i < kKeys / 16; ++i) {
     uint32_t a[4];
-    load_a(a, queries + i / 4 * kPanelBytes, 16 * warp, i % 4);
+    load_a(a, queries + i / 4 * kPanelBytes, row, i % 4);
     const uint32_t columns[4] = {a[0], a[2], a[1], a[3]};  // the same rows as columns
     multiply_tile(squares[0], a, columns);
     multiply_tile(squares[1], a, columns + 2);
   }
+}
+
+// Those of a warp's rows.
+template <int kKeys>
+__device__ __forceinline__ void square_queries(float (&squares)[2][4], uint32_t queries) {
+  square_rows<kKeys>(squares, queries, 16 * (threadIdx.x % kLocalThreads / 32));
 }
 
 __device__ __forceinline__ float query_scale_of(const LinearStep& step, bool normalize, float norm) {

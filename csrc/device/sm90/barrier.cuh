@@ -120,6 +120,19 @@ __device__ inline bool named_barrier_or(int id, int threads, bool value) {
   return any != 0;
 }
 
+// Waits where `waits` says so, else only arrives: without a branch.
+__device__ inline void named_barrier_meet(int id, int threads, bool waits) {
+  asm volatile(
+      "{\n"
+      ".reg .pred waits;\n"
+      "setp.ne.u32 waits, %2, 0;\n"
+      "@waits bar.sync %0, %1;\n"
+      "@!waits bar.arrive %0, %1;\n"
+      "}\n" ::"r"(id),
+      "r"(threads), "r"(static_cast<uint32_t>(waits))
+      : "memory");
+}
+
 // Orders ordinary accesses to shared memory before those of the matrix units and the copy engine, or after them.
 __device__ inline void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

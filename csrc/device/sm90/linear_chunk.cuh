@@ -50,14 +50,16 @@ void launch_linear_chunks(const char* what, const LinearPrefill& p, cudaStream_t
     }
     launch_chunk_local<kKeys, true, MeetGroup, false>(what, p, stream);
     if (p.step.value_dim > 64 && works > sms) {
-      return launch_chunk_ring<ChunkRing<kKeys, true, kChannels, 2, Part::kWhole, true>>(what, p, sms, false, stream);
+      return launch_chunk_rings<ChunkRing<kKeys, true, kChannels, 2, Part::kWhole, true>,
+                                ChunkRing<kKeys, true, kChannels, 1, Part::kWhole, true>>(what, p, sms, stream);
     }
     return launch_chunk_ring<ChunkRing<kKeys, true, kChannels, 1, Part::kWhole, true>>(what, p, sms, false, stream);
   }
   if constexpr (kChannels) {
     const int64_t works = int64_t{p.step.batch_size} * p.step.num_heads * ceil_div(p.step.value_dim, 64);
     if (p.step.value_dim > 64 && works > sms) {
-      return launch_chunk_ring<ChunkRing<kKeys, true, kChannels, 2>>(what, p, sms, false, stream);
+      return launch_chunk_rings<ChunkRing<kKeys, true, kChannels, 2>, ChunkRing<kKeys, true, kChannels, 1>>(
+          what, p, sms, stream);
     }
     launch_chunk_ring<ChunkRing<kKeys, true, kChannels, 1>>(what, p, sms, false, stream);
   }

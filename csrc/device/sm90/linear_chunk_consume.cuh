@@ -39,8 +39,13 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
 
  protected:
   // Each group of states meets the outputs by itself.
-  enum Barrier { kStateThere = 1, kStateFree, kUpdatesThere, kUpdatesFree, kBarriers = 4 };
+  // Updates have two barriers by turns: states may tell of the next ones before the outputs have heard of these.
+  enum Barrier { kStateThere = 1, kStateFree, kUpdatesThere, kLaterThere, kValuesRead, kBarriers = 5 };
   static constexpr int kMeetingOfGroup = 2 * kGroupThreads;
+  static constexpr int kOutsThere =
+      2 * kBarriers + 1;  // of the warps that make outputs: all of a chunk lie in their place
+
+  __device__ static Barrier other(Barrier there) { return there == kUpdatesThere ? kLaterThere : kUpdatesThere; }
 
   __device__ static void meet(Barrier barrier, int group) {
     named_barrier_sync(barrier + kBarriers * group, kMeetingOfGroup);
@@ -50,15 +55,17 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
   }
 
   __device__ void run_states(int group) {
-    const LinearStep& p = this->p_;
-    for (Turn turn;; turn.next()) {
+    Barrier there = kUpdatesThere;
+    uint32_t own = fragment_place();
+    Turn turn;
+    mbarrier_wait(ring_.full(turn), turn.phase);
+    while (ring_.notes[turn.stage].size != 0) {
+      keep(own);
       Stage& stage = ring_.stages[turn.stage];
       const Note& note = ring_.notes[turn.stage];
       uint32_t state[kKeys / 16][4], a[4][4], decayed[4][4];
       float u[32];
       float2 decays[8];
-      mbarrier_wait(ring_.full(turn), turn.phase);
-      if (note.size == 0) break;
       // What makes numbers that are wanted behind a wait stays ahead of it, also in machine code, since stores that
       // never happen want them, too. Else it goes to where the next products wait for it.
       const bool never = note.size < 0;
@@ -77,8 +84,9 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
       }
       if constexpr (kOutputs) {
         meet(kStateFree, group);  // no branch: products are in flight
+        const uint32_t to = smem_address(ring_.state[group]) + own;
 #pragma unroll
-        for (int i = 0; i < kKeys / 16; ++i) put(state[i], ring_.state[group] + i / 4 * kPanelBytes, i % 4);
+        for (int i = 0; i < kKeys / 16; ++i) store_fragment(state[i], (to ^ 32 * (i % 4)) + i / 4 * kPanelBytes);
         fence_async_proxy();
         tell(kStateThere, group);
       }
@@ -126,33 +134,39 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
       wgmma_commit();
       if constexpr (kOutputs) {
         Base::pack_tokens(a, u);
-        meet(kUpdatesFree, group);
+        named_barrier_sync(kValuesRead + kBarriers * group, kGroupThreads);  // updates lie where they were
+        const uint32_t to = smem_address(ring_.updates(turn, group)) + own;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) put(a[j], ring_.updates(turn, group), j);
+        for (int j = 0; j < 4; ++j) store_fragment(a[j], to ^ 32 * j);
         fence_async_proxy();
-        tell(kUpdatesThere, group);
+        tell(there, group);
       }
-      wgmma_wait<0>(this->state_);
+      // The next chunk is waited for while products run. It does not wait for this one: there are two stages.
+      Turn next = turn;
+      next.next();
+      mbarrier_wait(ring_.full(next), next.phase);
       if constexpr (kPart == Part::kEnds) {
         const int to = note.to;
         const bool map = note.map;
+        wgmma_wait<0>(this->state_);
         mbarrier_arrive(ring_.empty(turn));
         if (to >= 0) save_end(to, map);
-        continue;
-      }
-      const int kept = note.kept, written = note.written;
-      mbarrier_arrive(ring_.empty(turn));
-      if ((kept & written) >= 0) {
+      } else {
+        const int kept = note.kept, written = note.written;
+        wgmma_wait<0>(this->state_);
+        mbarrier_arrive(ring_.empty(turn));
+        if ((kept & written) >= 0) {
 #pragma unroll 1
-        for (int i = 0; i < 2; ++i) {
-          const int slot = i == 0 ? kept : written;
-          if (slot >= 0) this->save(slot);
+          for (int i = 0; i < 2; ++i) {
+            const int slot = i == 0 ? kept : written;
+            if (slot >= 0) this->save(slot);
+          }
         }
       }
+      turn = next, there = other(there);
     }
     if constexpr (kOutputs) {
       meet(kStateFree, group);  // what the outputs have told last
-      meet(kUpdatesFree, group);
     }
   }
 
@@ -204,25 +218,40 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
     }
   }
 
+  // One register, not one for each address that is made of it ahead of a loop: those would be spilled.
+  __device__ static void keep(uint32_t& word) { asm volatile("" : "+r"(word)); }
+
+  // Where a lane's part of its warp's 16 rows lies in a panel: of step j at this ^ 32 j.
+  __device__ uint32_t fragment_place() const {
+    const int lane = threadIdx.x % 32;
+    return panel_at(16 * (this->warp_ % 4) + lane % 16, lane / 16);
+  }
+
   // A warp's 16 rows and 16 columns of a panel.
   __device__ void put(const uint32_t (&a)[4], unsigned char* panel, int step) const {
     const int lane = threadIdx.x % 32;
     store_fragment(a, smem_address(panel) + panel_at(16 * (this->warp_ % 4) + lane % 16, 2 * step + lane / 16));
   }
 
-  // A warp has 16 tokens.
+  // A warp has 16 tokens. The first one, whose masked products are the fewest, stores what all have made.
   __device__ void run_outputs() {
     static_assert(kDelta);
-    for (int v = 0; v < kGroups; ++v) tell(kStateFree, v), tell(kUpdatesFree, v);
-    const bool first_lane = threadIdx.x % 32 == 0;
-    int held = -1;  // the stage whose place the copy engine may still read
-    for (Turn turn;; turn.next()) {
+    for (int v = 0; v < kGroups; ++v) tell(kStateFree, v);
+    const bool first_warp = this->warp_ % 4 == 0, stores = first_warp && threadIdx.x % 32 == 0;
+    uint32_t own = fragment_place();
+    Barrier there = kUpdatesThere;
+    Turn next;
+    for (;; there = other(there)) {
+      keep(own);
+      const Turn turn{__shfl_sync(0xffffffffu, next.stage, 0), next.phase};  // one of a warp, for the compiler
+      next.next();
       Stage& stage = ring_.stages[turn.stage];
       float o[kGroups][32];
       mbarrier_wait(ring_.full(turn), turn.phase);
-      const Note note = ring_.notes[turn.stage];
-      if (note.size == 0) break;
-      if (!note.boxes) fence_async_proxy();
+      const Note& of_stage = ring_.notes[turn.stage];
+      if (of_stage.size == 0) break;
+      __syncwarp();
+      if (!of_stage.boxes) fence_async_proxy();
       float decays[2] = {1.f, 1.f};
       uint32_t made[4][4];
       if constexpr (kMakes) {
@@ -231,11 +260,7 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
         decays[0] = stage.factors[1][16 * this->warp_ + this->g_];
         decays[1] = stage.factors[1][16 * this->warp_ + this->g_ + 8];
       }
-      if (held >= 0) {
-        if (first_lane) wait_for_reads();
-        if constexpr (!Shared::kOutsApart) mbarrier_arrive(smem_address(&ring_.empty_[held]));
-      }
-      held = -1;
+      if (stores) wait_for_reads();  // of the outputs before; the other warps meet this one where states are there
       const uint32_t queries = smem_address(ring_.queries(turn));
 #pragma unroll
       for (int v = 0; v < kGroups; ++v) {
@@ -250,7 +275,12 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
         }
         wgmma_commit();
       }
-      wait(o, kStateFree);
+      if constexpr (kGroups > 1) {
+        wgmma_wait<1>(o[0]);
+        tell(kStateFree, 0);
+      }
+      wgmma_wait<0>(o[kGroups - 1]);
+      tell(kStateFree, kGroups - 1);
       if constexpr (!kChannels) {
 #pragma unroll
         for (int i = 0; i < 32 * kGroups; ++i) o[i / 32][i % 32] *= decays[i / 2 % 2];
@@ -259,7 +289,7 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
       if constexpr (!kMakes) products = smem_address(stage.p);
 #pragma unroll
       for (int v = 0; v < kGroups; ++v) {
-        meet(kUpdatesThere, v);
+        meet(there, v);
         wgmma_fence();
         const uint32_t updates = smem_address(ring_.updates(turn, v));
 #pragma unroll
@@ -273,76 +303,93 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
         }
         wgmma_commit();
       }
-      wait(o, kUpdatesFree);
-      __syncwarp();  // the chunk before has been read
-      if constexpr (Shared::kOutsApart) mbarrier_arrive(ring_.empty(turn));
+      const Note note = of_stage;
+      if constexpr (kGroups > 1) wgmma_wait<1>(o[0]);
+      wgmma_wait<0>(o[kGroups - 1]);
+      __syncwarp();
+      mbarrier_arrive(ring_.empty(turn));
+      const uint32_t to = smem_address(ring_.o[0]) + own;
 #pragma unroll
       for (int v = 0; v < kGroups; ++v) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           uint32_t a[4];
           Base::pack(a, o[v] + 8 * j, o[v] + 8 * j + 4);
-          put(a, ring_.out(turn, v), j);
+          store_fragment(a, (to ^ 32 * j) + v * kPanelBytes);
         }
       }
       if (out_maps_->out_there && note.size == kChunk) {
         fence_async_proxy();
-        __syncwarp();
-        if (first_lane) {
+        named_barrier_meet(kOutsThere, kGroupThreads, first_warp);
+        if (stores) {
 #pragma unroll
           for (int v = 0; v < kGroups; ++v) {
-            store_box(&out_maps_->out, smem_address(ring_.out(turn, v)) + 16 * this->warp_ * 128,
-                      note.first_row + 64 * v, static_cast<int>(note.begin) + 16 * this->warp_, note.head);
+            store_box(&out_maps_->out, smem_address(ring_.o[v]), note.first_row + 64 * v, static_cast<int>(note.begin),
+                      note.head);
           }
           commit_stores();
         }
-        held = turn.stage;
         continue;
       }
       __syncwarp();
 #pragma unroll
-      for (int v = 0; v < kGroups; ++v) store_tokens(note, ring_.out(turn, v), v);
-      if constexpr (!Shared::kOutsApart) {  // they lie where queries were
-        fence_async_proxy();
-        mbarrier_arrive(ring_.empty(turn));
-      }
+      for (int v = 0; v < kGroups; ++v) store_tokens(note, ring_.o[v], v);
     }
-    if (first_lane) wait_for_stores();
+    if (stores) wait_for_stores();
   }
 
   // The masked products of queries with keys, and what the state says of queries is multiplied with.
   __device__ void multiply_queries(const Turn& turn, float (&decays)[2], uint32_t (&made)[4][4]) {
     Stage& stage = ring_.stages[turn.stage];
-    const uint32_t queries = smem_address(ring_.queries(turn));
-    float products[32], squares[2][4], scale[2];
+    float products[32], scale[2];
     wgmma_fence();
-    multiply_by_keys<kKeys>(products, queries, smem_address(ring_.keys(turn)));
+    multiply_by_keys<kKeys>(products, smem_address(ring_.queries(turn)), smem_address(ring_.keys(turn)));
     wgmma_commit();
-    square_queries<kKeys>(squares, queries);
-    wgmma_wait<0>(products);
     const float *sums = stage.factors[1], *key_scale = stage.factors[kLastRow];
+    const int first = 16 * this->warp_ + this->g_;
+    const float of_row[2] = {sums[first], sums[first + 8]};
+    mbarrier_wait(ring_.scaled(turn), turn.phase);
+    __syncwarp();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float square = this->g_ % 2 == 0 ? squares[r][2 * r] : squares[r][2 * r + 1];  // with one lane of the row
-      const float norm = __shfl_sync(0xffffffffu, square, 4 * this->g_ + this->g_ / 2);
-      scale[r] = query_scale_of(this->p_, this->p_.normalize, norm);
-      decays[r] = scale[r] * exp2_approx(sums[16 * this->warp_ + this->g_ + 8 * r]);
+      scale[r] = ring_.scales[turn.stage][first + 8 * r];
+      decays[r] = scale[r] * exp2_approx(of_row[r]);
     }
+    // What products are multiplied with is made while they run, in blocks of 16 tokens.
+    float factors[32];
+#pragma unroll
+    for (int block = 0; block < 4; ++block) {
+      if (block > this->warp_) break;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int n = 2 * block + half;
+        const float2 of_column = *reinterpret_cast<const float2*>(&sums[8 * n + 2 * this->t_]);
+        const float2 of_key = *reinterpret_cast<const float2*>(&key_scale[8 * n + 2 * this->t_]);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          factors[4 * n + 2 * r] = scale[r] * (of_key.x * exp2_approx(of_row[r] - of_column.x));
+          factors[4 * n + 2 * r + 1] = scale[r] * (of_key.y * exp2_approx(of_row[r] - of_column.y));
+        }
+      }
+    }
+    wgmma_wait<0>(products);
 #pragma unroll
     for (int i = 0; i < 16; ++i) made[i / 4][i % 4] = 0;
-    each_pair_of_tokens(sums, key_scale, [&](int n, int r, int row, int column, float2 decay) {
-      made[n / 2][n % 2 * 2 + r] = query_pair(products + 4 * n + 2 * r, row, column, decay, scale[r]);
-    });
-  }
-
-  // Until a group's products are over, one after another; `free` tells that group.
-  __device__ static void wait(float (&o)[kGroups][32], Barrier free) {
-    if constexpr (kGroups > 1) {
-      wgmma_wait<1>(o[0]);
-      tell(free, 0);
+#pragma unroll
+    for (int block = 0; block < 4; ++block) {
+      if (block > this->warp_) break;
+      float pairs[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) pairs[i] = factors[8 * block + i] * products[8 * block + i];
+      if (block == this->warp_) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {  // rows g and g + 8, columns 2 t and + 1, + 8 and + 9
+          const int row = this->g_ + i / 2 % 2 * 8, column = i / 4 * 8 + 2 * this->t_ + i % 2;
+          pairs[i] = column > row ? 0.f : pairs[i];
+        }
+      }
+      Base::pack(made[block], pairs, pairs + 4);
     }
-    wgmma_wait<0>(o[kGroups - 1]);
-    tell(free, kGroups - 1);
   }
 
   __device__ void store_tokens(const ChunkNote& note, const unsigned char* out, int panel) const {

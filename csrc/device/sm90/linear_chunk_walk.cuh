@@ -12,11 +12,11 @@ namespace attnops::sm90 {
 struct RingMaps {
   CUtensorMap q, k, v;
   bool there;
-  CUtensorMap out;  // of 16 tokens
+  CUtensorMap out;
   bool out_there;
 };
 
-inline RingMaps make_ring_maps(const LinearPrefill& p) {
+inline RingMaps ring_maps_of(const LinearPrefill& p) {
   const LinearStep& step = p.step;
   RingMaps maps{};
   maps.there = step.key_dim > 0 && step.value_dim > 0;
@@ -24,13 +24,13 @@ inline RingMaps make_ring_maps(const LinearPrefill& p) {
     maps.there = maps.there && rows->stride_request > 0 && rows->stride_head > 0;
   }
   if (!maps.there) return maps;
-  const auto map_of = [&](const StepRows& rows, int columns, int heads, uint32_t tokens = kChunk) {
+  const auto map_of = [&](const StepRows& rows, int columns, int heads) {
     return make_tensor_map(
         {.dtype = DType::kBFloat16,
          .base = rows.data,
          .extents = {static_cast<uint64_t>(columns), static_cast<uint64_t>(p.num_tokens), static_cast<uint64_t>(heads)},
          .strides = {static_cast<uint64_t>(2 * rows.stride_request), static_cast<uint64_t>(2 * rows.stride_head)},
-         .box_rows = tokens});
+         .box_rows = kChunk});
   };
   const int groups = step.num_heads / step.heads_per_group;
   maps.q = map_of(step.q, step.key_dim, groups);
@@ -40,7 +40,7 @@ inline RingMaps make_ring_maps(const LinearPrefill& p) {
   if (maps.out_there) {
     const StepRows out{
         .data = step.out, .stride_request = step.out_stride_request, .stride_head = step.out_stride_head};
-    maps.out = map_of(out, step.value_dim, step.num_heads, 16);
+    maps.out = map_of(out, step.value_dim, step.num_heads);
   }
   return maps;
 }
@@ -55,18 +55,21 @@ struct ChunkNote {
   bool boxes = false;        // whether the copy engine brings all of its rows, so that no fence is needed
 };
 
-// The chunks of a CTA's works, one after another: of requests, heads and blocks of kRows rows every gridDim.x-th. By a
-// warpgroup, whose threads all ask for the next one.
+// The chunks of a CTA's works, one after another: of requests, heads and blocks of kRows rows one of gridDim.x each
+// time. Long requests come first, so of a delta rule the CTAs take theirs from either end by turns. By a warpgroup,
+// whose threads all ask for the next one.
 template <bool kDelta, int kRows>
 class ChunkWalk {
  public:
   __device__ ChunkWalk(const LinearPrefill& prefill, int works, int row_blocks)
-      : prefill_(prefill), works_(works), row_blocks_(row_blocks), work_(blockIdx.x - gridDim.x) {}
+      : prefill_(prefill), works_(works), row_blocks_(row_blocks) {}
 
   // To the next one. False: none is left.
   __device__ bool advance() {
     while (chunk_ == count_) {
-      work_ += static_cast<int>(gridDim.x);
+      const int ctas = static_cast<int>(gridDim.x), own = static_cast<int>(blockIdx.x);
+      work_ = dealt_ + (kDelta && backwards_ ? ctas - 1 - own : own);
+      dealt_ += ctas, backwards_ = !backwards_;
       if (work_ >= works_) return false;
       begin_work();
     }
@@ -83,7 +86,9 @@ class ChunkWalk {
     note.kept = static_cast<int>(prefill_.checkpoint(request_, prefix_ + note.begin + note.size - chunks_.first));
   }
 
-  // Of the last chunk: its place in scratch, and how many follow of its request.
+  // Of the last chunk: its work, its number there, its place in scratch, and how many follow of its request.
+  __device__ int work() const { return work_; }
+  __device__ int64_t chunk() const { return chunk_ - 1; }
   __device__ int64_t place() const { return chunks_.place + chunk_ - 1; }
   __device__ int64_t left() const { return count_ - chunk_; }
 
@@ -118,7 +123,8 @@ class ChunkWalk {
   }
 
   const LinearPrefill& prefill_;
-  int works_, row_blocks_, work_, request_ = 0, head_ = 0, first_row_ = 0, slot_ = 0;
+  int works_, row_blocks_, work_ = 0, dealt_ = 0, request_ = 0, head_ = 0, first_row_ = 0, slot_ = 0;
+  bool backwards_ = false;
   int64_t prefix_ = 0, chunk_ = 0, count_ = 0;
   RequestChunks chunks_;
 };

@@ -10,7 +10,7 @@ namespace attnops::sm90 {
 template <int kKeys_, Part kPart_>
 struct SsdPlaces {
   static constexpr int kKeys = kKeys_, kGroups = 1, kPanels = kKeys / 64, kStages = 4, kOutputGroups = 2;
-  static constexpr bool kDelta = false, kChannels = false, kMakes = true, kOutsApart = true;
+  static constexpr bool kDelta = false, kChannels = false, kMakes = true;
   static constexpr Part kPart = kPart_;
   using Note = std::conditional_t<kPart == Part::kWhole, ChunkNote, SegmentNote>;
   using Turn = RingTurn<kStages>;
@@ -447,7 +447,7 @@ void launch_ssd_ring(const char* what, const LinearPrefill& p, const ChunkCuts& 
                           .shared_bytes = kBytes,
                           .max_shared_bytes = kBytes,
                           .cluster = kCtas};
-  launch_dependent<&ssd_ring_kernel<Ring>>(what, shape, stream, p, make_ring_maps(p), cuts, static_cast<int>(works),
+  launch_dependent<&ssd_ring_kernel<Ring>>(what, shape, stream, p, ring_maps_of(p), cuts, static_cast<int>(works),
                                            ceil_div(p.step.value_dim, Ring::kRows));
 }
 

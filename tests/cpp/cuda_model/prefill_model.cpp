@@ -52,16 +52,30 @@ void ring(const LinearPrefill& p, int ctas, bool marked = false) {
   if (sizeof(typename Ring::Shared) > sizeof(memory)) std::abort();
   const int row_blocks = ceil_div(p.step.value_dim, Ring::kRows),
             works = p.step.batch_size * p.step.num_heads * row_blocks;
-  sm90::RingMaps maps = sm90::make_ring_maps(p);
+  sm90::RingMaps maps = sm90::ring_maps_of(p);
   if (ctas % 2 == 0) maps.there = maps.out_there = false;
   run_grid(std::max(std::min(works, ctas), 1), Ring::kThreads,
            [&] { sm90::chunk_ring_kernel<Ring>(p, maps, works, row_blocks, marked); });
 }
 
+// Two groups of states, or one: the device chooses by the longest request. Every other call asks for one.
+template <class Wide, class Narrow>
+void rings(const LinearPrefill& p, int ctas, bool boxes) {
+  static int turn = 0;
+  if (std::max(sizeof(typename Wide::Shared), sizeof(typename Narrow::Shared)) > sizeof(memory)) std::abort();
+  const int wide = ceil_div(p.step.value_dim, Wide::kRows), narrow = ceil_div(p.step.value_dim, Narrow::kRows),
+            heads = p.step.batch_size * p.step.num_heads;
+  sm90::RingMaps maps = sm90::ring_maps_of(p);
+  if (!boxes) maps.there = maps.out_there = false;
+  const int64_t most = turn++ % 2 == 0 ? 0 : INT32_MAX;
+  run_grid(std::max(std::min(heads * narrow, ctas), 1), Wide::kThreads,
+           [&] { sm90::chunk_rings_kernel<Wide, Narrow>(p, maps, heads * wide, wide, heads * narrow, narrow, most); });
+}
+
 template <class Ring>
 void ssd_ring(const LinearPrefill& p, const sm90::ChunkCuts& cuts, int works, int ctas, bool boxes) {
   if (sizeof(typename Ring::Shared) > sizeof(memory)) std::abort();
-  sm90::RingMaps maps = sm90::make_ring_maps(p);
+  sm90::RingMaps maps = sm90::ring_maps_of(p);
   maps.there = maps.there && boxes;
   run_grid(std::max(std::min(works, ctas), 1), Ring::kThreads,
            [&] { sm90::ssd_ring_kernel<Ring>(p, maps, cuts, works, ceil_div(p.step.value_dim, Ring::kRows)); });
@@ -82,7 +96,7 @@ template <class Ring>
 void cut_ring(const LinearPrefill& p, const sm90::ChunkCuts& cuts, bool boxes) {
   if (sizeof(typename Ring::Shared) > sizeof(memory)) std::abort();
   const int works = sm90::cut_works<Ring>(p, cuts);
-  sm90::RingMaps maps = sm90::make_ring_maps(p);
+  sm90::RingMaps maps = sm90::ring_maps_of(p);
   maps.there = maps.there && boxes;
   run_grid(works, Ring::kThreads,
            [&] { sm90::chunk_cut_kernel<Ring>(p, maps, cuts, works, ceil_div(p.step.value_dim, Ring::kRows)); });
@@ -156,13 +170,15 @@ void chunks(const LinearPrefill& p) {
     if (std::getenv("ATTNOPS_CUDA_MODEL_RING") != nullptr) {
       if constexpr (!kChannels) {
         constexpr sm90::Part kWhole = sm90::Part::kWhole;
+        using Wide = sm90::ChunkRing<kKeys, kDelta, kChannels, 2, kWhole, true>;
+        using Narrow = sm90::ChunkRing<kKeys, kDelta, kChannels, 1, kWhole, true>;
         const int ctas = 1 + turn++ / 2 % 5;
-        return turn % 2 == 1 ? ring<sm90::ChunkRing<kKeys, kDelta, kChannels, 2, kWhole, true>>(p, ctas)
-                             : ring<sm90::ChunkRing<kKeys, kDelta, kChannels, 1, kWhole, true>>(p, ctas);
+        return turn % 2 == 1 ? rings<Wide, Narrow>(p, ctas, ctas % 2 == 1) : ring<Narrow>(p, ctas);
       } else {
+        using Wide = sm90::ChunkRing<kKeys, kDelta, kChannels, 2>;
+        using Narrow = sm90::ChunkRing<kKeys, kDelta, kChannels, 1>;
         const int ctas = 1 + turn++ / 2 % 5;
-        return turn % 2 == 1 ? ring<sm90::ChunkRing<kKeys, kDelta, kChannels, 2>>(p, ctas)
-                             : ring<sm90::ChunkRing<kKeys, kDelta, kChannels, 1>>(p, ctas);
+        return turn % 2 == 1 ? rings<Wide, Narrow>(p, ctas, ctas % 2 == 1) : ring<Narrow>(p, ctas);
       }
     }
   }

@@ -59,6 +59,10 @@ inline void named_barrier_sync(int id, int threads) {
   while (b.generation == own) cuda_model::yield();
 }
 
+inline void named_barrier_meet(int id, int threads, bool waits) {
+  waits ? named_barrier_sync(id, threads) : named_barrier_arrive(id, threads);
+}
+
 template <int kRegisters>
 void registers_increase() {}
 template <int kRegisters>
