@@ -179,6 +179,8 @@ def right_prompts(draw: Draw) -> None:
     kept = draw.pick(FLOATS)
     batch, groups = draw.pick([0, 1, 2, 5]), draw.pick([1, 2])
     heads = groups * draw.pick([1, 2, 3])
+    if draw.chance(0.04):  # more blocks of rows than a GPU has SMs, where its kernel chooses by the longest request
+        batch, heads = 24, groups * 3
     set_isa(draw)
     set_arch(draw)
     if whole_chunks := draw.chance(0.5):

@@ -154,25 +154,24 @@ def test_what_is_left_of_old_tokens_alone_is_the_state(kind, noise):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["gdn", "kda", "ssd"])
 @pytest.mark.parametrize("keys, values", [(128, 128), (64, 64)])
-def test_prompts_alone_have_the_bits_of_many(keys, values, kind):
+@pytest.mark.parametrize("longest", [1000, 9000])
+def test_prompts_alone_have_the_bits_of_many(longest, keys, values, kind):
     """Alone a prompt's chunks are made while others are taken, and among many before all of them. Among many two
-    warpgroups have the rows of a state that one has alone."""
-    batch, tokens, heads, device = 48, 1000, 4, "cuda"
+    warpgroups have the rows of a state that one has alone, unless one prompt is longer than an SM's share."""
+    lengths, heads, device = [1000] * 20 + [longest] + [1000] * 27, 4, "cuda"
+    bounds = torch.tensor([0, *lengths]).cumsum(0).tolist()
     generator = torch.Generator(device).manual_seed(keys)
     normal = lambda *shape: torch.randn(shape, generator=generator, device=device)  # noqa: E731
-    q, k = (0.3 * normal(batch * tokens, 2, keys).bfloat16() for _ in range(2))
-    v, a, b = (
-        normal(batch * tokens, heads, values).bfloat16(),
-        normal(batch * tokens, heads),
-        normal(batch * tokens, heads),
-    )
-    before, rate, spread = normal(batch, heads, values, keys), normal(heads), normal(keys)
+    q, k = (0.3 * normal(bounds[-1], 2, keys).bfloat16() for _ in range(2))
+    v, a, b = normal(bounds[-1], heads, values).bfloat16(), normal(bounds[-1], heads), normal(bounds[-1], heads)
+    before, rate, spread = normal(len(lengths), heads, values, keys), normal(heads), normal(keys)
 
     def run(first: int, last: int):
-        rows, states = slice(first * tokens, last * tokens), before[first:last].clone()
-        index = torch.arange(last - first + 1, dtype=torch.int32, device=device)
-        given = {"states": states, "cu_seqlens": index * tokens, "state_indices": index[:-1]}
-        given["prefix_lens"] = 7 * index[:-1] + 7 * first
+        rows, states = slice(bounds[first], bounds[last]), before[first:last].clone()
+        index = torch.arange(last - first, dtype=torch.int32, device=device)
+        own_bounds = torch.tensor(bounds[first : last + 1], dtype=torch.int32, device=device) - bounds[first]
+        given = {"states": states, "cu_seqlens": own_bounds, "state_indices": index}
+        given["prefix_lens"] = 7 * index + 7 * first
         if kind == "gdn":
             out = ops.delta_prefill(q[rows], k[rows], v[rows], a[rows], b[rows], A_log=rate, dt_bias=rate, **given)
         elif kind == "kda":
@@ -183,11 +182,11 @@ def test_prompts_alone_have_the_bits_of_many(keys, values, kind):
             out = ops.ssd_prefill(v[rows], a[rows], -rate.exp(), k[rows], q[rows], dt_softplus=True, **given)
         return out, states
 
-    out, states = run(0, batch)
+    out, states = run(0, len(lengths))
     assert out.isfinite().all()
-    for first, last in [(0, 1), (7, 8), (20, 24), (47, 48)]:
+    for first, last in [(0, 1), (7, 8), (20, 21), (20, 24), (47, 48)]:
         alone, after = run(first, last)
-        assert torch.equal(alone, out[first * tokens : last * tokens]) and torch.equal(after, states[first:last])
+        assert torch.equal(alone, out[bounds[first] : bounds[last]]) and torch.equal(after, states[first:last])
 
 
 @pytest.mark.parametrize("device", DEVICES)
