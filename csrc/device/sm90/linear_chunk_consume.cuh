@@ -87,8 +87,7 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
         const uint32_t to = smem_address(ring_.state[group]) + own;
 #pragma unroll
         for (int i = 0; i < kKeys / 16; ++i) store_fragment(state[i], (to ^ 32 * (i % 4)) + i / 4 * kPanelBytes);
-        fence_async_proxy();
-        tell(kStateThere, group);
+        tell(kStateThere, group);  // the fence is theirs who read it: here it would be on the way of the state
       }
       this->decay_state(stage);
       if constexpr (kDelta) {
@@ -138,7 +137,6 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
         const uint32_t to = smem_address(ring_.updates(turn, group)) + own;
 #pragma unroll
         for (int j = 0; j < 4; ++j) store_fragment(a[j], to ^ 32 * j);
-        fence_async_proxy();
         tell(there, group);
       }
       // The next chunk is waited for while products run. It does not wait for this one: there are two stages.
@@ -262,9 +260,10 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
       }
       if (stores) wait_for_reads();  // of the outputs before; the other warps meet this one where states are there
       const uint32_t queries = smem_address(ring_.queries(turn));
+      for (int v = 0; v < kGroups; ++v) meet(kStateThere, v);
+      fence_async_proxy();
 #pragma unroll
       for (int v = 0; v < kGroups; ++v) {
-        meet(kStateThere, v);
         wgmma_fence();
         const uint32_t state = smem_address(ring_.state[v]);
 #pragma unroll
@@ -287,9 +286,10 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
       }
       uint32_t products = 0;
       if constexpr (!kMakes) products = smem_address(stage.p);
+      for (int v = 0; v < kGroups; ++v) meet(there, v);
+      fence_async_proxy();
 #pragma unroll
       for (int v = 0; v < kGroups; ++v) {
-        meet(there, v);
         wgmma_fence();
         const uint32_t updates = smem_address(ring_.updates(turn, v));
 #pragma unroll
@@ -319,9 +319,9 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
         }
       }
       if (out_maps_->out_there && note.size == kChunk) {
-        fence_async_proxy();
         named_barrier_meet(kOutsThere, kGroupThreads, first_warp);
         if (stores) {
+          fence_async_proxy();
 #pragma unroll
           for (int v = 0; v < kGroups; ++v) {
             store_box(&out_maps_->out, smem_address(ring_.o[v]), note.first_row + 64 * v, static_cast<int>(note.begin),

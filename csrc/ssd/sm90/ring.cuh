@@ -144,8 +144,7 @@ class SsdRing : public ChunkConsumers<SsdPlaces<kKeys_, kPart_>> {
       named_barrier_sync(kStateFree + copy, kMeeting);
 #pragma unroll
       for (int i = 0; i < kKeys / 16; ++i) this->put(state[i], this->ring_.state[copy] + i / 4 * kPanelBytes, i % 4);
-      fence_async_proxy();
-      named_barrier_arrive(kStateThere + copy, kMeeting);
+      named_barrier_arrive(kStateThere + copy, kMeeting);  // the fence is theirs who read it
       Turn next = turn;
       next.next();
       uint32_t later[4][4];
@@ -197,6 +196,7 @@ class SsdRing : public ChunkConsumers<SsdPlaces<kKeys_, kPart_>> {
       }
       wgmma_commit();
       named_barrier_sync(kStateThere + group, kMeeting);
+      fence_async_proxy();
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < kKeys / 16; ++i) {
