@@ -105,6 +105,10 @@ SETS = {
         "own_list and 40 or rows_once and 64",
     ),
     # Short calls in clusters, which merge in shared memory.
+    "memcheck sparse_mla converted": (SPARSE_MLA, "of_any_scale"),
+    "racecheck sparse_mla converted": (SPARSE_MLA, "of_any_scale and exponents0"),
+    "synccheck sparse_mla converted": (SPARSE_MLA, "of_any_scale and exponents0"),
+    "initcheck sparse_mla converted": (SPARSE_MLA, "of_any_scale and exponents0"),
     "memcheck sparse_mla clusters": (SPARSE_MLA, "short_calls and 61"),
     "racecheck sparse_mla clusters": (SPARSE_MLA, "short_calls and 584_bytes and 61"),
     "synccheck sparse_mla clusters": (SPARSE_MLA, "short_calls and 584_bytes and 61"),

@@ -8,7 +8,7 @@ import torch
 from attnops import ops
 from attnops.metadata import SparseMlaPlan
 from attnops.report import first_fault, new_report
-from sparse_calls import KINDS, SCALE, Lists, SparseProblem, lse_tolerance, sparse_problem
+from sparse_calls import KINDS, SCALE, SCALES, Lists, SparseProblem, lse_tolerance, rescale, sparse_problem
 
 from .draw import Draw, Failure
 from .memory import Guarded
@@ -43,7 +43,14 @@ def _draw_problem(draw: Draw, second: bool) -> SparseProblem:
         }
     draw.note(**options)
     draw.saw(f"sparse rows {options['kind']}")
-    return sparse_problem(**options, device=draw.device)
+    problem = sparse_problem(**options, device=draw.device)
+    plain = options["kind"] == "bytes" and options["dtype"] == torch.bfloat16 and problem.extra is None
+    if plain and draw.chance(0.2):
+        exponents, query = draw.pick(SCALES)
+        draw.note(exponents=exponents, query=query)
+        draw.saw("mode scales of rows")
+        rescale(problem, exponents, query)
+    return problem
 
 
 def _in_bf16(lists: Lists | None) -> Lists | None:

@@ -8,7 +8,7 @@ import torch
 from attnops import ops
 from attnops.report import first_fault, new_report
 from kernel_rows import reaches
-from sparse_calls import KINDS, SCALE, assert_right, decode, plan_of, prefill, sparse_problem
+from sparse_calls import KINDS, SCALE, SCALES, assert_right, decode, plan_of, prefill, rescale, sparse_problem
 
 TABLE = Path(__file__).parents[2] / "csrc/sparse_mla/op_cuda.cpp"
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -246,6 +246,47 @@ def test_two_lists_of_16_bit_rows_in_pieces(kind, heads, requests, parts):
     assert_right(problem, out, lse)
     again = decode(problem, plan)
     assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+
+
+# Blocks of 64 heads, whose loaders convert tiles: a CTA has several tokens, of any number of tiles.
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [49, 64, 70, 128])
+@pytest.mark.parametrize("topk,extra", [(60, 0), (128, 0), (330, 0), (130, 200)])
+@pytest.mark.parametrize("holes", [False, True])
+@pytest.mark.parametrize("page_size", [1, 7])
+def test_many_tokens_of_many_heads_over_rows_of_656_bytes(heads, topk, extra, holes, page_size):
+    lists = {"lengths": holes, "holes": holes, "sinks": holes, "page_size": page_size, "extra_topk": extra}
+    problem = sparse_problem("bytes", BF16, (400, 1), heads, topk, device="cuda", **lists)
+    with reaches("sparse_mla", "sm90_list_rows_bf16"):
+        out, lse, _ = prefill(problem, with_most=False)
+    assert_right(problem, out, lse)
+    again = prefill(problem, with_most=False)
+    assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+    for plan in (plan_of(problem, num_sm_parts=None), plan_of(problem, fixed=64)):
+        assert_right(problem, *decode(problem, plan))
+
+
+# Scales that fp16 does not hold, of some rows or of all, and queries that it does not hold.
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("exponents,query", SCALES)
+@pytest.mark.parametrize("negative", [False, True])
+def test_rows_of_656_bytes_of_any_scale(heads, exponents, query, negative):
+    problem = sparse_problem("bytes", BF16, (300, 1), heads, 330, 64, lengths=True, holes=True, device="cuda")
+    rescale(problem, exponents, query)
+    q = problem.q.flatten(0, 1)
+    for lengths in (problem.selected.lengths.flatten(), None):
+        if lengths is None:
+            problem.selected.lengths = None
+        out, lse = ops.sparse_mla_prefill(
+            -q if negative else q,
+            problem.selected.kv_pages,
+            problem.selected.indices.flatten(0, 1),
+            softmax_scale=-SCALE if negative else SCALE,
+            topk_length=lengths,
+            return_lse=True,
+        )
+        assert_right(problem, out, lse)
 
 
 # Few works for the parts of the plan: blocks of 16 heads, whole or in pieces. More: blocks of 32 and 64.

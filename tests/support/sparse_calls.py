@@ -13,6 +13,8 @@ from torch import Tensor
 
 SCALE = 0.07
 KINDS = ["own", "shared", "bytes", "shared_bytes"]  # rows of 576 and 512 values, of 656 and 584 bytes
+# Powers of two, of scales of rows of 656 bytes in turns and of the latent part of queries: fp16 does not hold all.
+SCALES = [([0, -30, 12], -12), ([-20], 20), ([20], -20), ([0, 0, 0, 0, 0, 0, -12], 0), ([9, 10], -10)]
 NO_KEY = [-1, -1, -7, -(1 << 31)]
 
 
@@ -175,6 +177,18 @@ def sparse_problem(
     extra = draw_lists(kind, dtype, shape, extra_topk, extra_page_size, **options) if extra_topk else None
     logits = torch.randn(heads, generator=generator) + 3 if sinks else None
     return SparseProblem(q, selected, extra, logits).to(device)
+
+
+def rescale(problem: SparseProblem, exponents: list[int], query: int) -> None:
+    """Scales of rows of 656 bytes times powers of two, in turns, and the latent part of the queries times another."""
+    lists = problem.selected
+    pool, rows = lists.kv_pages, torch.arange(len(lists.values)) % len(exponents)
+    powers = torch.exp2(torch.tensor(exponents, dtype=torch.float64))[rows].unsqueeze(-1)
+    scales = pool[..., 512:528].contiguous().view(torch.float32)
+    scales *= powers.float().to(pool.device).view(*scales.shape[:-1], 1)
+    pool[..., 512:528] = scales.view(torch.uint8)
+    lists.values[:, :512] *= powers
+    problem.q[..., :512] *= 2.0**query
 
 
 def plan_of(problem: SparseProblem, *, fixed: int = 0, num_sm_parts: int | None = 6) -> SparseMlaPlan:

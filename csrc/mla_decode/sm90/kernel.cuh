@@ -1,4 +1,9 @@
 #pragma once
+#include <type_traits>
+
+#include "mla_decode/sm90/converted/load.cuh"
+#include "mla_decode/sm90/converted/queries.cuh"
+#include "mla_decode/sm90/converted/softmax.cuh"
 #include "mla_decode/sm90/layout.h"
 #include "mla_decode/sm90/load.cuh"
 #include "mla_decode/sm90/results.cuh"
@@ -44,8 +49,14 @@ class Consumer {
       if (kGroup == 1 || stored_ == 0) finish_store();
       rows_.begin<kOptions>(p_, piece);
       mbarrier_wait(shared_ + kQueriesFull, count & 1);
-      fence_async_proxy();
-      load_rope_queries();
+      if constexpr (converts(kOptions)) {
+        converted::convert_queries(base_, shared_);
+        load_rope_queries();
+        scale_queries();
+      } else {
+        fence_async_proxy();
+        load_rope_queries();
+      }
 #pragma unroll
       for (int i = 0; i < 128; ++i) o[i] = 0.f;
       for (int t = 0; t < piece.num_tiles; t += 2) {
@@ -57,17 +68,19 @@ class Consumer {
       }
       if (!kListed && piece.num_tiles % 2 == 0) release(kQueriesEmpty);
       if (kListed) release(kQueriesRopeEmpty);
-      if constexpr (selects(kOptions) && kGroup == 1) give_tops(count & 1);
+      if constexpr (kGivesTops && kGroup == 1) give_tops(count & 1);
       const RowSums sums =
           exchange_sums(rows_, reinterpret_cast<float*>(base_ + kSums), shared_ + kRowSums, count & 1, kGroup);
-      if constexpr (selects(kOptions) && kGroup == 0) store_tops(piece, count & 1);
+      if constexpr (kGivesTops && kGroup == 0) store_tops(piece, count & 1);
       store(piece, sums, o);
     }
     finish_store();
   }
 
  private:
-  static constexpr bool kListed = kOptions == Options::kSelected;
+  static constexpr bool kListed = selects(kOptions) && kOptions != Options::kMasked;
+  static constexpr bool kGivesTops = selects(kOptions) && !converts(kOptions);
+  using Latent = std::conditional_t<converts(kOptions), __half, T>;   // of both products; the rope part is T
   static constexpr int kPart = kGroup == 0 ? kPartLeft : kPartRight;  // of a tile: the group's values
 
   // Whether a piece's rows leave through the place of the group's values of its last tile, given back after that.
@@ -115,7 +128,12 @@ class Consumer {
     }
 
     float factor[kRowsPerThread];
-    if constexpr (selects(kOptions)) {
+    if constexpr (converts(kOptions)) {
+      const converted::Factors factors = key_factors(0);
+      float top[kRowsPerThread], scale[kRowsPerThread];
+      converted::listed_tops(p_, listed_keys(0), factors, row_scale_, s, scale, top);
+      converted::listed_exponentials(rows_, scale, top, factors, s, factor, [] {});
+    } else if constexpr (selects(kOptions)) {
       float top[kRowsPerThread];
       const float scale = listed_tops(p_, listed_keys(0), s, top);
       listed_exponentials(rows_, scale, top, s, factor, [] {});
@@ -168,8 +186,14 @@ class Consumer {
     }
 
     float factor[kRowsPerThread];
-    float top[kRowsPerThread], scale = 1.f;
-    if constexpr (selects(kOptions)) {
+    float top[kRowsPerThread], scale = 1.f, row_scale[kRowsPerThread];
+    converted::Factors factors{};
+    if constexpr (converts(kOptions)) {
+      if (has_odd) {
+        factors = key_factors(1);
+        converted::listed_tops(p_, listed_keys(1), factors, row_scale_, s, row_scale, top);
+      }
+    } else if constexpr (selects(kOptions)) {
       if (has_odd) scale = listed_tops(p_, listed_keys(1), s, top);  // while group 0 is in its softmax
     }
     attnops::sm90::named_barrier_sync(kProbabilities0, kConsumerThreads);
@@ -196,7 +220,11 @@ class Consumer {
     if constexpr (selects(kOptions)) {
       // The product of tile t begins between the exponentials: before that the matrix units are busy with group 0's,
       // and this group would do nothing but wait for them.
-      listed_exponentials(rows_, scale, top, s, odd_factor, multiply_even);
+      if constexpr (converts(kOptions)) {
+        converted::listed_exponentials(rows_, row_scale, top, factors, s, odd_factor, multiply_even);
+      } else {
+        listed_exponentials(rows_, scale, top, s, odd_factor, multiply_even);
+      }
     } else {
       softmax_tile<kOptions>(p_, piece, rows_, (tile + 1) * kPlanTileTokens, s, odd_factor, give_back);
     }
@@ -259,9 +287,26 @@ class Consumer {
       for (int h = 0; h < kRowsPerThread; ++h) seen.of[h] = words[rows_.group[h]];
       return seen;
     } else {
-      if constexpr (kOptions != Options::kSelected) return uint64_t{0};
+      if constexpr (!kListed) return uint64_t{0};
       return static_cast<uint64_t>(*reinterpret_cast<const volatile uint64_t*>(base_ + kKeyMasks + 8 * buffer));
     }
+  }
+
+  // The same of what its keys are divided by.
+  __device__ converted::Factors key_factors(int buffer) const {
+    return {reinterpret_cast<const float*>(base_ + converted::kFactors) + buffer * kPlanTileTokens,
+            *reinterpret_cast<const volatile uint32_t*>(base_ + converted::kOdd + 4 * buffer) != 0};
+  }
+
+  // What scores of the thread's rows are multiplied by; the rope part of the queries as the latent part is.
+  __device__ void scale_queries() {
+    const float* scales = reinterpret_cast<const float*>(base_ + converted::kQueryScales) +
+                          threadIdx.x % kGroupThreads / 32 * 16 + lane_ / 4;
+#pragma unroll
+    for (int h = 0; h < kRowsPerThread; ++h) row_scale_[h] = scales[8 * h];
+    converted::scale_rope_queries(row_scale_, q_rope_);
+#pragma unroll
+    for (int h = 0; h < kRowsPerThread; ++h) row_scale_[h] *= p_.softmax_scale * kLog2e;
   }
 
   __device__ uint32_t kv_tile(int buffer, int tile) const {
@@ -304,7 +349,7 @@ class Consumer {
 #pragma unroll
         for (int kk = 0; kk < 4; ++kk) {
           constexpr int kStep = attnops::sm90::kStepKMajor;
-          attnops::sm90::wgmma_n64<T>(s, query + kk * kStep, key + kk * kStep, 1);
+          attnops::sm90::wgmma_n64<Latent>(s, query + kk * kStep, key + kk * kStep, 1);
         }
       }
     }
@@ -313,18 +358,18 @@ class Consumer {
 
   // Gives the other group this tile's probabilities, with the maximum that they are relative to.
   __device__ void give_probabilities(int offset, const float (&s)[32], uint32_t (&a)[4][4]) {
-    write_probabilities<T>(s, a, [&](int kk) { return fragment(offset, kk); });
+    write_probabilities<Latent>(s, a, [&](int kk) { return fragment(offset, kk); });
     publish_maximum(rows_, maxima(kGroup));
     fence_async_proxy();
   }
 
   // o += probabilities times this group's columns of V, in flight; as fragments, or in shared memory at `offset`.
   __device__ void multiply_values(const uint32_t (&a)[4][4], int buffer, float (&o)[128]) {
-    multiply_columns<T>(a, operand_descriptor(kv_tile(buffer, kGroup * 4)), o);
+    multiply_columns<Latent>(a, operand_descriptor(kv_tile(buffer, kGroup * 4)), o);
   }
 
   __device__ void multiply_values(int offset, int buffer, float (&o)[128]) {
-    multiply_columns<T>(operand_descriptor(shared_ + offset), operand_descriptor(kv_tile(buffer, kGroup * 4)), o);
+    multiply_columns<Latent>(operand_descriptor(shared_ + offset), operand_descriptor(kv_tile(buffer, kGroup * 4)), o);
   }
 
   __device__ float* maxima(int parity) const { return reinterpret_cast<float*>(base_ + kMaxima) + parity * 64; }
@@ -353,8 +398,9 @@ class Consumer {
   const int lane_;
   RowState rows_;
   uint32_t q_rope_[4][4];
-  uint32_t full_parity_ = 0;  // bit of the buffer: the phase to wait for
-  int stored_ = -1;           // the buffer that a piece's rows are leaving through
+  uint32_t full_parity_ = 0;         // bit of the buffer: the phase to wait for
+  int stored_ = -1;                  // the buffer that a piece's rows are leaving through
+  float row_scale_[kRowsPerThread];  // where they are converted: in the base-2 logarithm
 };
 
 // By one thread: a barrier for each lane becomes a loop over the lanes, of a thousand cycles.
@@ -364,14 +410,16 @@ __device__ inline void init_barriers(uint32_t shared, bool queries_by_map) {
   for (int i = 0; i < kBarrierCount; ++i) {
     const int at = kBarriers + 8 * i;
     int arrivals = kGroupThreads;
-    if (at < barrier_empty(0, 0)) arrivals = kFullArrivals;
+    if (at < barrier_empty(0, 0)) arrivals = converts(kOptions) ? kGroupThreads : kFullArrivals;
     if (at == kQueriesFull && queries_by_map) arrivals = 1;
     if (at == kQueriesEmpty || at == kRowSums) arrivals = kConsumerThreads;
     attnops::sm90::mbarrier_init(shared + at, arrivals);
   }
-  if constexpr (kOptions == Options::kSelected) {
+  if constexpr (selects(kOptions) && kOptions != Options::kMasked) {
     attnops::sm90::mbarrier_init(shared + kQueriesRopeEmpty, kConsumerThreads);
   }
+  if constexpr (converts(kOptions))
+    attnops::sm90::mbarrier_init(shared + converted::kQueriesConverted, kConsumerThreads);
   attnops::sm90::mbarrier_init_fence();
 }
 
@@ -413,8 +461,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     Consumer<T, 1, kOptions>(p, maps, modes, shared_bytes, shared).run();
   } else {
     attnops::sm90::registers_decrease<56>();
-    Loader<kOptions, kLoads>(p, maps, modes, *reinterpret_cast<const SplitKvEntry*>(shared_bytes + kEntry),
-                             shared_bytes, shared)
+    using LoaderFor = std::conditional_t<converts(kOptions), converted::Loader, Loader<kOptions, kLoads>>;
+    LoaderFor(p, maps, modes, *reinterpret_cast<const SplitKvEntry*>(shared_bytes + kEntry), shared_bytes, shared)
         .run();
   }
 }

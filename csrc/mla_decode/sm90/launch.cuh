@@ -144,23 +144,28 @@ inline Maps make_list_maps(const Params& p, const Modes& modes) {
   return maps;
 }
 
+inline Modes list_modes(const Params& p) {
+  const bool out_by_map = output_aligned(p) && (p.num_q_heads == 1 || p.out_stride_head > 0) &&
+                          (p.batch_size == 1 || p.out_stride_request > 0);
+  return {.use_boxes = false,
+          .queries_by_map = queries_fit(p),
+          .out_aligned = output_aligned(p),
+          .tiles_per_page = 1,
+          .box_shift = 0,
+          .by_page_size = Divisor(p.selected.page_size),
+          .units = row_units(p.selected, p.kv_dtype),
+          .by_extra_size = Divisor(p.extra.page_size),
+          .extra_units = row_units(p.extra, p.kv_dtype),
+          .out_by_map = out_by_map && HeadMasks(p).bits == nullptr};
+}
+
 // Lists of rows.
 template <typename T>
 void launch_selected(const Params& given, cudaStream_t stream) {
   if (given.batch_size == 0) return;
   const Params p = as_page_table(given);
-  Modes modes{.use_boxes = false,
-              .queries_by_map = queries_fit(p),
-              .out_aligned = output_aligned(p),
-              .tiles_per_page = 1,
-              .box_shift = 0,
-              .by_page_size = Divisor(p.selected.page_size),
-              .units = row_units(p.selected, p.kv_dtype),
-              .by_extra_size = Divisor(p.extra.page_size),
-              .extra_units = row_units(p.extra, p.kv_dtype)};
+  const Modes modes = list_modes(p);
   if (HeadMasks(p).bits != nullptr) return launch_attention<T, Options::kMasked, Loads::kGathered>(p, modes, stream);
-  modes.out_by_map = output_aligned(p) && (p.num_q_heads == 1 || p.out_stride_head > 0) &&
-                     (p.batch_size == 1 || p.out_stride_request > 0);
   launch_dependent<&mla_decode_kernel<T, Options::kSelected, Loads::kGathered>>(
       "mla_decode_kernel", {p.num_sm_parts, kThreads, kSharedBytes, kSharedBytes}, stream, p, make_list_maps(p, modes),
       modes);

@@ -11,10 +11,14 @@ namespace attnops::mla_decode::sm90 {
 // sinks or checked mode, a positive scale, queries that the copy engine can fetch and an aligned output. Code that is
 // only jumped over is not free: a short call runs everything once, at the speed of instruction fetches.
 // kSelected is lists of rows instead of pages, with sinks and the checked mode, but for the rest as kCommon. kMasked is
-// the same where groups of heads see parts of a list (HeadMasks).
-enum class Options { kAll, kCommon, kSelected, kMasked };
+// the same where groups of heads see parts of a list (HeadMasks). kConverted is kSelected over rows of 656 bytes, whose
+// latent part becomes fp16 on its way into shared memory (converted/).
+enum class Options { kAll, kCommon, kSelected, kMasked, kConverted };
 
-constexpr bool selects(Options options) { return options == Options::kSelected || options == Options::kMasked; }
+constexpr bool converts(Options options) { return options == Options::kConverted; }
+constexpr bool selects(Options options) {
+  return options == Options::kSelected || options == Options::kMasked || converts(options);
+}
 
 template <Options kOptions>
 __device__ inline int window_of(const Params& p) {

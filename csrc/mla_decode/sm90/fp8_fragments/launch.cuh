@@ -1,4 +1,7 @@
 #pragma once
+#include <type_traits>
+
+#include "mla_decode/sm90/converted/launch.h"
 #include "mla_decode/sm90/few_rows/launch.cuh"
 #include "mla_decode/sm90/fp8_fragments/kernel.cuh"
 #include "mla_decode/sm90/fp8_fragments/launch.h"
@@ -64,6 +67,9 @@ void launch_selected(const Params& given, cudaStream_t stream) {
   if (given.batch_size == 0) return;
   const Params p = as_page_table(given);
   if (launch_short<T, kFormat>(p, stream)) return;
+  if constexpr (kFormat == Format::kRow && std::is_same_v<T, __nv_bfloat16>) {
+    if (converted::launch_bf16(p, stream)) return;
+  }
   if constexpr (kFormat == Format::kShared) {
     if (p.num_q_heads <= 16) return launch_selected_rows<T, kFormat, 16>(p, stream);
   } else {
