@@ -149,6 +149,11 @@ inline std::string reject_balanced_cluster(const Params& p) {
   return p.fixed_split_tokens == 0 ? reject_cluster_wgmma(p) : "takes balanced plans, got fixed_split_tokens";
 }
 
+// Those that fold.
+inline std::string reject_cluster_folds(const Params& p) {
+  return p.fixed_split_tokens != 0 ? reject_cluster_wgmma(p) : "takes batch-invariant plans, got none";
+}
+
 // Those that gather rows.
 inline std::string reject_cluster_gather(const Params& p) {
   const std::string reason = reject_team(p);
@@ -157,6 +162,9 @@ inline std::string reject_cluster_gather(const Params& p) {
 
 inline std::string reject_balanced_cluster_gather(const Params& p) {
   return p.fixed_split_tokens == 0 ? reject_cluster_gather(p) : "takes balanced plans, got fixed_split_tokens";
+}
+inline std::string reject_cluster_folds_gather(const Params& p) {
+  return p.fixed_split_tokens != 0 ? reject_cluster_gather(p) : "takes batch-invariant plans, got none";
 }
 
 }  // namespace attnops::xqa_decode::sm90
