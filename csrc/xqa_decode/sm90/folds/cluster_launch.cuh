@@ -22,7 +22,9 @@ void launch_cluster_folds(const Params& p, cudaStream_t stream) {
   const TeamSize size = invariant_team_size(p);
   const bool many = p.seqlen_q * (p.num_q_heads / p.num_kv_heads) > 8;
   if (many) return launch_folding_rows<T, kHeadDim, kGathers, Element, 16, 16, 2>(p, size, stream);
-  if (size.small) return launch_folding_rows<T, kHeadDim, kGathers, Element, 8, 0, 3>(p, size, stream);
+  if constexpr (!kGathers || sizeof(Element) > 1) {
+    if (size.small) return launch_folding_rows<T, kHeadDim, kGathers, Element, 8, 0, 3>(p, size, stream);
+  }
   launch_folding_rows<T, kHeadDim, kGathers, Element, 8, 16, 2>(p, size, stream);
 }
 
