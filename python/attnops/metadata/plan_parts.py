@@ -182,7 +182,7 @@ def xqa_invariant_cuts(
     A request must be cut alike alone and among others. Alone it wants a cut for every CTA, 256 over all KV heads. Some
     kernels on Hopper add neighbouring cuts up without a trip to memory, and get as many. They are those for head dims
     up to 128 and up to 16 query rows per KV head. Over FP8 pages and of more than 8 rows the end of a cut takes about
-    as long as a tile, so cuts have 128 tokens at least. For other kernels a cut costs a CTA up to a microsecond and a
+    as long as a tile. Such cuts have 128 tokens at least. For other kernels a cut costs a CTA up to a microsecond and a
     partial result. They get less than half as many, of 512 tokens and more.
 
     Args:
