@@ -251,16 +251,16 @@ __device__ __forceinline__ bool take_invariant_works(const Params& p, const Shap
   static_assert(kWarps * LoneWarp<Tr>::kQueueBytes <= sm90::SharedLayout<Tr>::kFull);
   const bool begins = entry.begin_tile == 0, last_cut = entry.end_tile != 0 && entry.end_work < shape.plan_works;
   const int begin = entry.begin_work + (begins ? 0 : 1), end = entry.end_work + (last_cut ? 1 : 0);
+  if (begin >= end) return true;
   const int kv_head = shape.heads_side_by_side ? part - shape.by_kv_heads.divide(part) * p.num_kv_heads : -1;
   auto* const queue = reinterpret_cast<int4*>(smem + warp * LoneWarp<Tr>::kQueueBytes);
   LoneWarp<Tr> works(p, shape, boxes, part, warp, kWarps, queue, lane);
   works.take_invariant({begin, end, kv_head, begins && end - begin == 1 ? 1 : 0});
   works.attend_all();
   if (begins && works.short_works() == end - begin) return false;
-  if (works.short_works() > 0) {
-    hopper::fence_async_proxy();  // the ring was theirs
-    __syncthreads();
-  }
+  // The ring was theirs, if only for what they count.
+  hopper::fence_async_proxy();
+  __syncthreads();
   return true;
 }
 
