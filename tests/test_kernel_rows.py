@@ -19,7 +19,7 @@ from xqa_decoding import decode as decode_xqa
 CSRC = Path(__file__).parent.parent / "csrc"
 gpu = pytest.mark.gpu
 each_row = pytest.mark.parametrize("op,row", ROWS.values(), ids=ROWS)
-BALANCED_ROWS = r"sm90_(cluster_(.*_hd(64|192)|gather_fp8)|ragged)"  # of balanced plans alone
+BALANCED_ROWS = r"sm90_(cluster_(wgmma|gather)|(gather_)?fp8_hd128|ragged)"  # of balanced plans alone
 RING_CUT, CUT = 1024, 960  # tokens: cuts of mla_decode that are long enough for the ring, and not
 BAD_PAGES = {0: -1, 2: None, 3: 2**31 - 1, 4: -(2**31)}  # by request; None: the first behind the pool
 

@@ -127,7 +127,7 @@ struct CutRule {
 };
 
 // Few cuts of a work have an even number of tiles, where the work's tiles decide: a single tile is hardly worth its
-// partial result. Many are for kernels that add neighbours up where they are (xqa_decode/sm90/fold.cuh).
+// partial result. Many are for kernels that add neighbours up where they are (xqa_decode/sm90/folds/fold.cuh).
 inline constexpr int kFewCuts = 16;
 
 // Tiles from one cut of a work to the next in batch-invariant mode.

@@ -21,18 +21,42 @@ LENGTHS = [130, 64, 5, 517, 66]
 MANY_ROWS = {"num_q_heads": 72, "num_kv_heads": 2}  # of a KV head: more than clusters take
 PAIRED_HEADS = {"num_q_heads": 30, "num_kv_heads": 30, "num_sm_parts": 60}  # more works than clusters take
 TWELVE_ROWS = {"rows": 12, "num_kv_heads": 28}  # the same
+FOLDS = {"fixed_split_tokens": -16}  # batch-invariant, up to 16 rows
+FOLDS_OF_MANY = {**FOLDS, **PAIRED_HEADS}
 
 # Options of the problem, and: "checked", with a report; "odd", rows of K and V that start on no 16-byte boundary;
 # "rows", those of a KV head, whatever the number of tokens.
 XQA_ROWS = {
+    "sm90_cluster_folds_bf16_hd64": {**FOLDS},
+    "sm90_cluster_folds_gather_bf16_hd64": {**FOLDS, "page_size": 5},
+    "sm90_folds_bf16_hd64": {**FOLDS_OF_MANY},
+    "sm90_folds_gather_bf16_hd64": {**FOLDS_OF_MANY, "page_size": 5},
+    "sm90_folds_fp16_hd64": {"dtype": FP16, **FOLDS},
+    "sm90_folds_gather_fp16_hd64": {"dtype": FP16, **FOLDS, "page_size": 5},
+    "sm90_cluster_folds_fp8_hd64": {"kv_dtype": FP8, **FOLDS},
+    "sm90_cluster_folds_gather_fp8_hd64": {"kv_dtype": FP8, **FOLDS, "page_size": 5},
+    "sm90_folds_fp8_hd64": {"kv_dtype": FP8, **FOLDS_OF_MANY},
+    "sm90_folds_gather_fp8_hd64": {"kv_dtype": FP8, **FOLDS_OF_MANY, "page_size": 5},
+    "sm90_cluster_folds_bf16_hd128": {"head_dim": 128, **FOLDS},
+    "sm90_cluster_folds_gather_bf16_hd128": {"head_dim": 128, **FOLDS, "page_size": 3},
+    "sm90_folds_bf16_hd128": {"head_dim": 128, **FOLDS_OF_MANY},
+    "sm90_folds_gather_bf16_hd128": {"head_dim": 128, **FOLDS_OF_MANY, "page_size": 3},
+    "sm90_cluster_folds_fp16_hd128": {"head_dim": 128, "dtype": FP16, **FOLDS},
+    "sm90_cluster_folds_gather_fp16_hd128": {"head_dim": 128, "dtype": FP16, **FOLDS, "page_size": 3},
+    "sm90_folds_fp16_hd128": {"head_dim": 128, "dtype": FP16, **FOLDS_OF_MANY},
+    "sm90_folds_gather_fp16_hd128": {"head_dim": 128, "dtype": FP16, **FOLDS_OF_MANY, "page_size": 3},
+    "sm90_cluster_folds_fp8_hd128": {"head_dim": 128, "kv_dtype": FP8, **FOLDS},
+    "sm90_cluster_folds_gather_fp8_hd128": {"head_dim": 128, "kv_dtype": FP8, **FOLDS, "page_size": 3},
+    "sm90_folds_fp8_hd128": {"head_dim": 128, "kv_dtype": FP8, **FOLDS_OF_MANY},
+    "sm90_folds_gather_fp8_hd128": {"head_dim": 128, "kv_dtype": FP8, **FOLDS_OF_MANY, "page_size": 3},
     "sm90_cluster_wgmma_bf16_hd64": {},
     "sm90_cluster_gather_bf16_hd64": {"page_size": 5},
     "sm90_cluster_wgmma_fp8_hd64": {"kv_dtype": FP8},
     "sm90_cluster_gather_fp8_hd64": {"kv_dtype": FP8, "page_size": 5},
     "sm90_bf16_hd64": {**MANY_ROWS},
     "sm90_gather_bf16_hd64": {**MANY_ROWS, "page_size": 5},
-    "sm90_fp16_hd64": {"dtype": FP16},
-    "sm90_gather_fp16_hd64": {"dtype": FP16, "page_size": 5},
+    "sm90_fp16_hd64": {"dtype": FP16, **MANY_ROWS},
+    "sm90_gather_fp16_hd64": {"dtype": FP16, **MANY_ROWS, "page_size": 5},
     "bf16_hd64": {"checked": True},
     "fp16_hd64": {"dtype": FP16, "checked": True},
     "sm90_fp8_hd64": {"kv_dtype": FP8, **MANY_ROWS},
@@ -200,7 +224,7 @@ def case_of(op: str, row: str, lengths=LENGTHS, seqlen_q: int = 1) -> Case:
     odd = options.pop("odd", False)
     if rows := options.pop("rows", 0):
         options["num_q_heads"] = rows // seqlen_q * options["num_kv_heads"]
-    names = ("checked", "fp8_products", "num_sm_parts", "ragged")
+    names = ("checked", "fp8_products", "num_sm_parts", "ragged", "fixed_split_tokens")
     call = {name: options.pop(name) for name in names if name in options}
     problem = (paged_problem if op == "xqa_decode" else mla_problem)(lengths, seqlen_q, **options)
     if op == "xqa_decode":

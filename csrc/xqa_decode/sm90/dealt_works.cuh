@@ -1,6 +1,7 @@
 #pragma once
 #include "device/sm90/barrier.cuh"
 #include "xqa_decode/cuda/pieces.cuh"
+#include "xqa_decode/sm90/folds/long_walk.cuh"
 #include "xqa_decode/sm90/tickets.cuh"
 #include "xqa_decode/sm90/tile_stream.cuh"
 
@@ -16,7 +17,7 @@ constexpr bool may_cut() {
   }
 }
 template <class Tr>
-using Walk = PieceWalkOf<may_cut<Tr>()>;
+using Walk = std::conditional_t<Tr::kFolds, LongWalk, PieceWalkOf<may_cut<Tr>()>>;
 
 // The pieces of a CTA by its row of the plan, or works as they are dealt out. The warp that brings keys takes tickets,
 // a work ahead of what it brings, and passes works on to all others through shared memory. There are kPlaces for them,

@@ -136,10 +136,20 @@ __device__ __forceinline__ void bring_pieces(const Params& p, const Shape& shape
   }
 }
 
-// In fold_run.cuh, for batch-invariant plans.
+// In folds/run.cuh, for batch-invariant plans.
 template <class Tr>
 __device__ __forceinline__ void run_folded(const Params& p, const Shape& shape, const Boxes& boxes, uint8_t* smem,
-                                           PieceWalk& piece);
+                                           LongWalk& piece);
+
+template <class Tr>
+__device__ __forceinline__ Walk<Tr> walk_of(const Params& p, const Shape& shape, const PartEntry& entry, int part,
+                                            bool leaves_short) {
+  if constexpr (Tr::kFolds) {
+    return {p, shape, entry, part, leaves_short};
+  } else {
+    return {p, shape, entry, part};
+  }
+}
 
 template <class Tr>
 constexpr bool moves_registers() {
@@ -193,7 +203,12 @@ __device__ __forceinline__ void run_row(const Params& p, const Shape& shape, con
   if constexpr (kHasShortWorks<Tr> || kHasLoneWarps<Tr>) {
     if (take_short_works<Tr>(p, shape, boxes, entry, part, smem, warp, lane)) return;
   }
-  Walk<Tr> piece(p, shape, entry, part);
+  bool lone = false;
+  if constexpr (Tr::kFolds) {
+    lone = leaves_short_works<Tr>(p, shape, boxes);
+    if (lone && !take_invariant_works<Tr>(p, shape, boxes, entry, part, smem, warp, lane)) return;
+  }
+  auto piece = walk_of<Tr>(p, shape, entry, part, lone);
   if (!piece.next()) return;
   if (Tr::kFolds || brings) piece.walk_runs(Tr::kTileTokens);
   if (brings) {

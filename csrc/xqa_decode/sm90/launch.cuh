@@ -5,7 +5,6 @@
 #include "device/common/vec.h"
 #include "device/sm90/tensor_map.h"
 #include "xqa_decode/cuda/launch.cuh"
-#include "xqa_decode/sm90/fold_run.cuh"
 #include "xqa_decode/sm90/kernel.cuh"
 #include "xqa_decode/sm90/launch.h"
 
@@ -102,13 +101,6 @@ constexpr int most_ctas() {
 template <typename T, int kHeadDim, int kRows, bool kGathers, typename Element = T>
 using PlanTraits = Traits<T, kHeadDim, kRows, 0, most_ctas<Element, kHeadDim, kRows>(), kGathers, kNoFold, Element>;
 
-// Whether these kernels have clusters beside them, and so compute batch-invariant plans by folding.
-template <int kHeadDim>
-inline constexpr bool kHasFolds = kHeadDim == 128;
-
-template <typename T, int kHeadDim, int kRows, bool kGathers>
-using FoldTraits = Traits<T, kHeadDim, kRows, 0, 2, kGathers, kRows == 8 ? 8 : 5>;  // as many levels as find room
-
 // Rows that blocks of 64 take, two CTAs an SM, and not one of 128, which fills an SM: of two of those a half would be
 // empty.
 template <int kHeadDim>
@@ -130,10 +122,6 @@ template <typename T, int kHeadDim, bool kGathers = false>
 void launch(const Params& p, cudaStream_t stream) {
   if (p.batch_size == 0) return;
   const int rows = p.seqlen_q * (p.num_q_heads / p.num_kv_heads);
-  if constexpr (kHasFolds<kHeadDim>) {
-    if (p.fixed_split_tokens != 0 && rows <= 8) return launch_traits<FoldTraits<T, kHeadDim, 8, kGathers>>(p, stream);
-    if (p.fixed_split_tokens != 0 && rows <= 16) return launch_traits<FoldTraits<T, kHeadDim, 16, kGathers>>(p, stream);
-  }
   if constexpr (kHeadDim <= 128) {
     if (rows <= 8 && may_deal(p)) return launch_traits<DealingTraits<PlanTraits<T, kHeadDim, 8, kGathers>>>(p, stream);
   }

@@ -92,17 +92,35 @@ inline std::string reject_gather(const Params& p) {
 // Whether few e4m3 rows are better gathered, whatever their pages: measured on an H200. Of rows that are no whole 32
 // bytes the copy engine asks for every 16 bytes apart. A row of 80 bytes is then four requests to L2, where one of 128
 // bytes is one, and comes no faster. Nearly whole rows (112) lose less than gathers of heads side by side do.
-// Batch-invariant kernels fold over boxes alone.
 inline bool gathers_suit(const Params& p) {
   const bool torn = size_of(p.kv_dtype) == 1 && p.head_dim % 32 != 0 && (p.head_dim <= 80 || p.head_dim > 128);
   const bool few = p.seqlen_q * (p.num_q_heads / p.num_kv_heads) <= 16;
-  return torn && few && p.fixed_split_tokens == 0 && reject_gather(p).empty();
+  return torn && few && reject_gather(p).empty();
 }
 
 // Why the Hopper kernels do not serve these arguments; "" when they do.
 inline std::string reject(const Params& p) {
   if (gathers_suit(p)) return "leaves rows of " + std::to_string(p.head_dim) + " bytes to kernels that gather them";
   return reject_boxes(p);
+}
+
+// Batch-invariant plans of few rows, whose cuts are added up where they are (folds/).
+inline constexpr int kMostFoldedRows = 16;
+
+inline std::string reject_folded_rows(const Params& p) {
+  if (p.fixed_split_tokens == 0) return "takes batch-invariant plans, got none";
+  const int rows = p.seqlen_q * (p.num_q_heads / p.num_kv_heads);
+  return rows <= kMostFoldedRows ? "" : "takes seqlen_q * group up to 16, got " + std::to_string(rows);
+}
+
+inline std::string reject_folds(const Params& p) {
+  const std::string reason = reject_folded_rows(p);
+  return reason.empty() ? reject(p) : reason;
+}
+
+inline std::string reject_folds_gather(const Params& p) {
+  const std::string reason = reject_folded_rows(p);
+  return reason.empty() ? reject_gather(p) : reason;
 }
 
 // Ragged batches: of few rows, in vectors, by balanced plans.
@@ -128,8 +146,9 @@ inline std::string reject_ragged_gather(const Params& p) {
   return reason.empty() ? reject_here(p) : reason;
 }
 
-// Two warpgroups for a KV head, over e4m3 pages up to head dim 128 (fp8/). One for each head has registers for short
-// works, and takes long ones as fast, but for the calls below: docs/log/xqa_decode.md, "One warpgroup over FP8".
+// Two warpgroups for a KV head, over e4m3 pages up to head dim 128 (fp8/), by balanced plans. One for each head has
+// registers for short works, and takes long ones as fast, but for the calls below: docs/log/xqa_decode.md, "One
+// warpgroup over FP8".
 inline constexpr int kFewFp8Rows = 8, kMostFp8Rows = 16;
 
 // Whether a CTA takes two neighbouring KV heads, whose parts walk the same tiles: where there are several works a part,
@@ -143,9 +162,8 @@ inline bool heads_pair_up(const Params& p) {
 }
 
 inline std::string reject_fp8(const Params& p) {
-  const int rows = p.seqlen_q * (p.num_q_heads / p.num_kv_heads);
-  if (rows > kMostFp8Rows) return "takes seqlen_q * group up to 16, got " + std::to_string(rows);
-  if (p.fixed_split_tokens == 0 && !heads_pair_up(p)) {
+  if (p.fixed_split_tokens != 0) return "takes balanced plans, got fixed_split_tokens";
+  if (!heads_pair_up(p)) {
     return "takes pairs of KV heads of up to 8 rows, with several works a part or head_dim to 96, got " +
            std::to_string(p.num_kv_heads) + " and " + std::to_string(p.num_sm_parts) + " parts";
   }
@@ -156,9 +174,10 @@ inline std::string reject_fp8_gather(const Params& p) {
   if (pages_suit_boxes(p) && !gathers_suit(p)) {
     return "takes pages that boxes do not suit, got page_size " + std::to_string(p.page_table.page_size);
   }
-  const int rows = p.seqlen_q * (p.num_q_heads / p.num_kv_heads), least = p.fixed_split_tokens == 0 ? kFewFp8Rows : 0;
-  if (rows <= least || rows > kMostFp8Rows) {
-    return "takes seqlen_q * group of 9 to 16, or up to 16 by batch-invariant plans, got " + std::to_string(rows);
+  if (p.fixed_split_tokens != 0) return "takes balanced plans, got fixed_split_tokens";
+  const int rows = p.seqlen_q * (p.num_q_heads / p.num_kv_heads);
+  if (rows <= kFewFp8Rows || rows > kMostFp8Rows) {
+    return "takes seqlen_q * group of 9 to 16, got " + std::to_string(rows);
   }
   return reject_gather(p);
 }

@@ -4,6 +4,7 @@
 #include "core/math.h"
 #include "device/sm80/fp8_rows.cuh"
 #include "device/sm80/mma.cuh"
+#include "device/sm90/barrier.cuh"
 #include "xqa_decode/plan.h"
 #include "xqa_decode/sm90/tickets.cuh"
 #include "xqa_decode/sm90/traits.cuh"
@@ -16,6 +17,26 @@ namespace attnops::xqa_decode::sm90 {
 // Read in place of keys that nobody may read.
 static __device__ const uint4 kZeroRow[16] = {};
 
+// Batch-invariant plans: works whose rows see no more tokens than this are such works, in every kernel that may serve
+// the call. So who computes them follows from their own lengths, and bits do. Works of more than half as many are two
+// halves: of one warp, one after the other, or of two warps, where a CTA has nothing else to do.
+inline constexpr int kMostInvariantTokens = 128, kHalfOfInvariant = kMostInvariantTokens / 2;
+
+// Tokens that some row of a request sees.
+__device__ __forceinline__ int tokens_seen(const Params& p, int length) {
+  const KvRange keys = visible_keys(length, p.seqlen_q, p.window_left);
+  return keys.end - keys.begin;
+}
+
+// Works that lone warps of a CTA go through, batch-invariant: the short ones of [next, end). `kv_head`: of all of them,
+// which are requests then, or -1. Each warp takes whole works; where they are `split`, there is one alone, and a warp
+// has one half of its keys for one block of its rows. It lies in shared memory, a copy for each warp.
+struct InvariantShare {
+  int next, end, kv_head, split;
+  int short_works = 0;  // before `next`, of all warps
+  int filled = 0;       // units in this warp's queue, those that are done counted
+};
+
 // In a lane with g = lane / 4, t = lane % 4, of a group of 16 keys and a block of 8 rows:
 //   queries of row g, keys g and g + 8: columns of 16 bytes number t, t + 4, ...;
 //   scores of row g: keys 2t, 2t + 1, 2t + 8, 2t + 9; values of these keys: columns of 16 bytes number g, g + 8;
@@ -26,7 +47,9 @@ template <class Tr>
 class LoneWarp {
  public:
   static constexpr int kMostBlocks = Tr::kRows / 8;
-  static constexpr int kQueueBytes = 32 * 32 + (deals_works<Tr>() ? 32 : 0);  // shared memory of a warp
+  static constexpr int kParkedBytes = Tr::kFolds ? (Tr::kHeadDim / 4 + 2) * 32 * 4 : 0;  // of the first half's results
+  // Shared memory of a warp.
+  static constexpr int kQueueBytes = 32 * 32 + (deals_works<Tr>() || Tr::kFolds ? 32 : 0) + kParkedBytes;
 
   // Whether a call is of this kind: the same for all CTAs.
   __device__ static __forceinline__ bool serves(const Params& p, const Shape& shape, const Boxes& boxes) {
@@ -58,6 +81,15 @@ class LoneWarp {
   __device__ __forceinline__ void take_dealt(int before, int works, int number, int all) {
     take({before, number, all, 0, true}, works);
   }
+  // Of a batch-invariant plan. Works that are not short are left to others.
+  __device__ __forceinline__ void take_invariant(const InvariantShare& share) {
+    static_assert(Tr::kFolds);
+    if (lane_ == 0) invariant() = share;
+    num_units_ = ~0u;
+    __syncwarp();
+  }
+  // Of the share, whoever computes them, once the warp's own are done.
+  __device__ __forceinline__ int short_works() const { return invariant().short_works; }
   __device__ __forceinline__ void attend_all() {
     if (p_.head_dim == kHeadDim) {
       attend<true>();
@@ -85,7 +117,7 @@ class LoneWarp {
       const int4 place = queue_[unit % kQueue * 2];  // request, KV head, block, length
       const int2 range = reinterpret_cast<const int2*>(queue_)[unit % kQueue * 4 + 2];
       const int request = place.x, kv_head = place.y, end = range.y;
-      const int row_number = place.z * 8 + g();
+      const int row_number = block_of(place.z) * 8 + g();
       const int token_of_row = min_of(shape_.by_group.divide(row_number), p_.seqlen_q - 1);
       // Keys [row_begin, row_begin + row_keys) are seen by row g.
       const int position = place.w - p_.seqlen_q + token_of_row;
@@ -132,7 +164,21 @@ class LoneWarp {
         if (kValuesAhead && brings) load_values<kWhole>(row, values);
         if (last) break;
       }
-      store<kWhole>(request, kv_head, row_number, token_of_row, row_max, row_sum, out);
+      if constexpr (Tr::kFolds) {
+        const int half = place.z / kMostBlocks;
+        if (half == kFirstHalf) {
+          park(row_max, row_sum, out);
+          if (invariant().split) meet(place.z);
+        } else {
+          if (half == kSecondHalf) {
+            if (invariant().split) meet(place.z);
+            join_parked(row_max, row_sum, out);
+          }
+          store<kWhole>(request, kv_head, row_number, token_of_row, row_max, row_sum, out);
+        }
+      } else {
+        store<kWhole>(request, kv_head, row_number, token_of_row, row_max, row_sum, out);
+      }
       if (unit + 1 >= num_units_) return;
     }
   }
@@ -150,15 +196,22 @@ class LoneWarp {
   // fp16 probabilities are scaled up by this power of two, so that small ones keep their digits.
   static constexpr float kProbShift = std::is_same_v<T, __half> ? 14.f : 0.f;
   // The next group's values are on their way, too, where registers suffice.
-  static constexpr bool kValuesAhead = !kFp8 || kHeadDim < 128;
+  static constexpr bool kValuesAhead = (!kFp8 || kHeadDim < 128) && !(Tr::kFolds && Tr::kCtasPerSm > 2);
   static constexpr int kQueue = 32;  // units
   static_assert(kHeadDim == 64 || kHeadDim == 128);
+  enum Half : int {
+    kWholeWork,
+    kFirstHalf,
+    kSecondHalf
+  };  // of keys; a unit's number is kMostBlocks times that + block
+  static constexpr int kMeetings = 8;  // barriers of the hardware from there on, one for each block
 
   __device__ __forceinline__ int g() const { return static_cast<int>(lane_ / 4); }
   __device__ __forceinline__ int t() const { return static_cast<int>(lane_ % 4); }
 
   __device__ static bool is_short(int64_t stride) { return stride >= 0 && stride < int64_t{1} << 31; }
   __device__ int blocks() const { return kMostBlocks == 2 && shape_.rows > 8 ? 2 : 1; }
+  __device__ static int block_of(int number) { return Tr::kFolds ? number % kMostBlocks : number; }
 
   // Which works are a warp's: number `warp` of `warps` that share them. There and back where they are dealt out, so
   // that each has long and short ones. It lies in shared memory, as registers are short.
@@ -215,11 +268,120 @@ class LoneWarp {
     __syncwarp();
   }
 
+  __device__ __forceinline__ InvariantShare& invariant() const {
+    static_assert(Tr::kFolds && sizeof(InvariantShare) <= 32);
+    return *reinterpret_cast<InvariantShare*>(queue_ + 2 * kQueue);
+  }
+  __device__ __forceinline__ unsigned filled() const { return invariant().filled; }
+
+  // Batch-invariant: the warp's next units, up to half a queue of them; false when there are none. Sixteen lanes look
+  // at a work each; all warps of the CTA count them alike, and number the short ones.
+  __device__ __forceinline__ bool find_units() {
+    static_assert(kMostBlocks <= 2);
+    InvariantShare share = invariant();
+    const unsigned before = share.filled;
+#pragma unroll 1
+    while (static_cast<unsigned>(share.filled) == before && share.next < share.end) {
+      const int work = share.next + static_cast<int>(lane_);
+      share.next += kQueue / 2;
+      const bool looks = lane_ < kQueue / 2 && work < share.end;
+      int request = work, kv_head = share.kv_head, length = 0, tokens = 0;
+      if (looks) {
+        if (kv_head < 0) request = shape_.by_kv_heads.divide(work), kv_head = work - request * p_.num_kv_heads;
+        length = length_of(__ldg(p_.cache_seqlens + request));
+        tokens = tokens_seen(p_, length);
+      }
+      const bool is_short = looks && tokens <= kMostInvariantTokens;
+      const unsigned below = (1u << lane_) - 1, found = __ballot_sync(~0u, is_short);
+      const unsigned number = share.short_works + __popc(found & below);
+      share.short_works += __popc(found);
+      // Whole works go round; at most four of sixteen are a warp's, where there are five warps or more.
+      const bool halves = tokens > kHalfOfInvariant;
+      const int split_block = halves ? warp_ / 2 : warp_;
+      const bool own =
+          is_short && (share.split ? split_block < blocks() : number % warps_ == static_cast<unsigned>(warp_));
+      const unsigned owned = __ballot_sync(~0u, own), in_halves = __ballot_sync(~0u, own && halves);
+      const int of_owned = share.split ? 1 : blocks(), of_halves = share.split ? 0 : blocks();
+      if (own) {
+        const KvRange keys = visible_keys(length, p_.seqlen_q, p_.window_left);
+        const int tokens_held = p_.page_table.kv_indptr ? p_.page_table.num_tokens(request) : p_.table_tokens;
+        const int end = min_of(keys.end, tokens_held), middle = keys.begin + kHalfOfInvariant;
+        const auto cells = reinterpret_cast<uint64_t>(p_.page_table.row(request));
+        unsigned at = before + of_owned * __popc(owned & below) + of_halves * __popc(in_halves & below);
+        const auto put = [&](int block, Half half) {
+          const int first = half == kSecondHalf ? middle : keys.begin,
+                    last = half == kFirstHalf ? min_of(middle, end) : end;
+          queue_[at % kQueue * 2] = make_int4(request, kv_head, half * kMostBlocks + block, length);
+          queue_[at % kQueue * 2 + 1] = make_int4(first, last, static_cast<int>(cells), static_cast<int>(cells >> 32));
+          ++at;
+        };
+        if (share.split) {
+          put(split_block, !halves ? kWholeWork : warp_ % 2 == 0 ? kFirstHalf : kSecondHalf);
+        } else {
+#pragma unroll 1
+          for (int block = 0; block < blocks(); ++block) {
+            put(block, halves ? kFirstHalf : kWholeWork);
+            if (halves) put(block, kSecondHalf);
+          }
+        }
+      }
+      share.filled += of_owned * __popc(owned) + of_halves * __popc(in_halves);
+    }
+    __syncwarp();  // all have read what is written now
+    if (lane_ == 0) invariant() = share;
+    __syncwarp();
+    return static_cast<unsigned>(share.filled) != before;
+  }
+
+  // Where the first half's results lie: its own warp's place, or that of the warp before.
+  __device__ __forceinline__ float* parked(int warps_before) const {
+    auto* const queue = reinterpret_cast<uint8_t*>(queue_) - warps_before * kQueueBytes;
+    return reinterpret_cast<float*>(queue + kQueueBytes - kParkedBytes) + lane_;
+  }
+  __device__ __forceinline__ void park(float row_max, float row_sum, const float (&out)[kDimTiles][4]) const {
+    float* const at = parked(0);
+    at[0] = row_max, at[32] = row_sum;
+#pragma unroll
+    for (int j = 0; j < kDimTiles; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) at[32 * (2 + 4 * j + i)] = out[j][i];
+    }
+  }
+  __device__ __forceinline__ static void meet(int number) {
+    hopper::named_barrier_sync(kMeetings + number % kMostBlocks, 64);
+  }
+
+  // Adds the first half to the second. Each operation is rounded by itself, whatever the compiler finds around it.
+  __device__ __forceinline__ void join_parked(float& row_max, float& row_sum, float (&out)[kDimTiles][4]) const {
+    const float* const at = parked(invariant().split);
+    const float first_max = at[0], top = fmaxf(first_max, row_max);
+    const float first = first_max == -INFINITY ? 0.f : exp2_approx(__fsub_rn(first_max, top));
+    const float second = row_max == -INFINITY ? 0.f : exp2_approx(__fsub_rn(row_max, top));
+    row_sum = __fadd_rn(__fmul_rn(first, at[32]), __fmul_rn(second, row_sum)), row_max = top;
+    const float firsts[2] = {__shfl_sync(~0u, first, t() * 8), __shfl_sync(~0u, first, t() * 8 + 4)};
+    const float seconds[2] = {__shfl_sync(~0u, second, t() * 8), __shfl_sync(~0u, second, t() * 8 + 4)};
+#pragma unroll
+    for (int j = 0; j < kDimTiles; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float before = __fmul_rn(firsts[i % 2], at[32 * (2 + 4 * j + i)]);
+        out[j][i] = __fadd_rn(before, __fmul_rn(seconds[i % 2], out[j][i]));
+      }
+    }
+  }
+
   // Goes to the next unit, whose keys are to be brought; false when there is none. It stands in the queue until it has
   // been computed: that is never more than two units later.
   __device__ __forceinline__ bool enter_unit() {
-    if (entered_ >= num_units_) return false;
-    if (entered_ % (kQueue / 2) == 0) fill_queue(entered_);
+    if constexpr (Tr::kFolds) {
+      if (entered_ == filled() && !find_units()) {
+        num_units_ = entered_;
+        return false;
+      }
+    } else {
+      if (entered_ >= num_units_) return false;
+      if (entered_ % (kQueue / 2) == 0) fill_queue(entered_);
+    }
     const int4 range = queue_[entered_ % kQueue * 2 + 1];
     const int kv_head = reinterpret_cast<const int*>(queue_)[entered_ % kQueue * 8 + 1];
     ++entered_;
@@ -303,7 +465,7 @@ class LoneWarp {
   template <bool kWhole>
   __device__ __forceinline__ void fetch_queries(unsigned unit, uint32_t (&queries)[kQuads][4]) const {
     const int4 place = queue_[unit % kQueue * 2];
-    const int row = place.z * 8 + g(), t = this->t();
+    const int row = block_of(place.z) * 8 + g(), t = this->t();
     const int token = shape_.by_group.divide(row);
     const int head = place.y * shape_.group + row - token * shape_.group;
     const auto* const zeros = reinterpret_cast<const uint16_t*>(kZeroRow);

@@ -235,6 +235,35 @@ __device__ __forceinline__ bool take_short_works(const Params& p, const Shape& s
   return true;
 }
 
+// Whether those of a batch-invariant call are for lone warps: by what all calls over the same pages have alike.
+template <class Tr>
+__device__ __forceinline__ bool leaves_short_works(const Params& p, const Shape& shape, const Boxes& boxes) {
+  return LoneWarp<Tr>::serves(p, shape, boxes);
+}
+
+// Batch-invariant plans: the short works of a part, which its warps take alone wherever lone warps serve the call. A
+// work is whoever's who has its beginning. False if no other work is left.
+template <class Tr>
+__device__ __forceinline__ bool take_invariant_works(const Params& p, const Shape& shape, const Boxes& boxes,
+                                                     const SplitKvEntry& entry, int part, uint8_t* smem, int warp,
+                                                     int lane) {
+  constexpr int kWarps = Tr::kAllThreads / 32;
+  static_assert(kWarps * LoneWarp<Tr>::kQueueBytes <= sm90::SharedLayout<Tr>::kFull);
+  const bool begins = entry.begin_tile == 0, last_cut = entry.end_tile != 0 && entry.end_work < shape.plan_works;
+  const int begin = entry.begin_work + (begins ? 0 : 1), end = entry.end_work + (last_cut ? 1 : 0);
+  if (begin >= end) return true;
+  const int kv_head = shape.heads_side_by_side ? part - shape.by_kv_heads.divide(part) * p.num_kv_heads : -1;
+  auto* const queue = reinterpret_cast<int4*>(smem + warp * LoneWarp<Tr>::kQueueBytes);
+  LoneWarp<Tr> works(p, shape, boxes, part, warp, kWarps, queue, lane);
+  works.take_invariant({begin, end, kv_head, begins && end - begin == 1 ? 1 : 0});
+  works.attend_all();
+  if (begins && works.short_works() == end - begin) return false;
+  // The ring was theirs, if only for what they count.
+  hopper::fence_async_proxy();
+  __syncthreads();
+  return true;
+}
+
 // The works that are dealt to warps alone, or a part of short works; false if it is another part. They come first:
 // those that CTAs take end together.
 template <class Tr>

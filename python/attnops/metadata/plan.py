@@ -159,7 +159,7 @@ class XqaDecodePlan(SplitKvPlan):
             max_seqlen_k: Bound of every `cache_seqlens`; needed with a positive `fixed_split_tokens`, else unused.
             num_sm_parts: Shares; when None `xqa_num_sm_parts`: on CUDA at most SM count times `XQA_PARTS_PER_SM`, else
                 the number of threads.
-            kv_dtype: Of the pages, where it is known: batch-invariant plans have more shares over FP8.
+            kv_dtype: Of the pages, where it is known: where many rows fill an SM, it decides how many shares there are.
             page_size: Tokens of a page, where it is known: sizes below 8 or no power of two may get fewer shares.
 
         Raises:

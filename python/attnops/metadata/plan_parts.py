@@ -13,7 +13,7 @@ from attnops.metadata.plan_checks import cut_rule
 XQA_PARTS_PER_SM = 2
 MLA_PARTS_PER_SM = 1
 MLA_MOST_BLOCKS_PER_WORK = 13  # csrc/mla_decode/plan.h
-XQA_MOST_PARTS_PER_SM = 3  # of smaller CTAs: batch-invariant over FP8 pages, and many works of 17 to 32 rows
+XQA_MOST_PARTS_PER_SM = 3  # of smaller CTAs: many works of 17 to 32 rows
 
 # Tenths of the parts that must remain where KV heads get parts side by side: of any rows, and of rows that are no whole
 # lines of 128 bytes.
@@ -30,6 +30,8 @@ XQA_PREFILL_WORKS_PER_SM, XQA_PREFILL_WORKS_PER_SM_OF_MANY = 2, 1
 
 XQA_INVARIANT_CUTS = 96  # of a long request over all KV heads: docs/kernels/xqa_decode.md
 XQA_LEAST_CUT = 8  # tiles of a cut, where it writes a partial result
+XQA_LEAST_LEAF = 2  # the same of cuts that are added up where they are, where the end of one costs a tile
+XQA_FOLDED_ROWS = 16  # rows of a KV head whose cuts are, up to head dim 128: csrc/xqa_decode/sm90/limits.h
 XQA_FOLDED_CUTS = {4: 32, 8: 28}  # the same of one KV head, where 256 over all heads do not suit the clusters
 
 
@@ -105,9 +107,8 @@ def xqa_num_sm_parts(
     gpu = _gpu(device)
     fp8 = kv_dtype is not None and kv_dtype.itemsize == 1
     on_sm90 = gpu.major == 9
-    folds_fp8 = fp8 and fixed_split_tokens != 0 and rows <= 16
     many_works = batch_size * num_kv_heads > XQA_CLUSTER_WORKS
-    three = folds_fp8 or (on_sm90 and not fp8 and many_works and 16 < rows <= 32 and head_dim <= 128)
+    three = on_sm90 and not fp8 and many_works and 16 < rows <= 32 and head_dim <= 128
     parts_per_sm = XQA_MOST_PARTS_PER_SM if three else XQA_PARTS_PER_SM
     # Blocks of rows: csrc/xqa_decode/sm90/launch.cuh, in_large_blocks and in_small_blocks.
     block = XQA_ROWS_PER_BLOCK
@@ -180,8 +181,9 @@ def xqa_invariant_cuts(
 
     A request must be cut alike alone and among others. Alone it wants a cut for every CTA, 256 over all KV heads. Some
     kernels on Hopper add neighbouring cuts up without a trip to memory, and get as many. They are those for head dims
-    65 to 128 and up to 16 query rows per KV head. Their FP8 pages have 8, 16, 32, ... tokens. For other kernels a cut
-    costs a CTA up to a microsecond and a partial result. They get less than half as many, of 512 tokens and more.
+    up to 128 and up to 16 query rows per KV head. Over FP8 pages and of more than 8 rows the end of a cut takes about
+    as long as a tile. Such cuts have 128 tokens at least. For other kernels a cut costs a CTA up to a microsecond and a
+    partial result. They get less than half as many, of 512 tokens and more.
 
     Args:
         num_kv_heads: KV heads.
@@ -190,13 +192,13 @@ def xqa_invariant_cuts(
         head_dim: Of K and V.
         kv_dtype, page_size: Of the pages.
     """
-    in_boxes = _in_boxes(page_size)
-    rows = seqlen_q * ((num_q_heads or num_kv_heads) // num_kv_heads)
+    rows = seqlen_q * (num_q_heads // num_kv_heads) if num_q_heads else seqlen_q
     fp8 = kv_dtype.itemsize == 1
-    if (kv_dtype.itemsize == 2 or (fp8 and in_boxes)) and 64 < head_dim <= 128 and rows <= 16:
+    if kv_dtype.itemsize <= 2 and head_dim <= 128 and rows <= XQA_FOLDED_ROWS:
         cuts = XQA_FOLDED_CUTS.get(num_kv_heads, min(max(256 // num_kv_heads, 8), 64))
-        return -min(cuts, 16 if fp8 and rows > 8 else cuts)
-    most = 64 if num_kv_heads == 1 else min(max(XQA_INVARIANT_CUTS // num_kv_heads, 4), 16)
+        least = XQA_LEAST_LEAF if fp8 or rows > 8 else 0
+        return cut_rule(min(cuts, 16 if fp8 and rows > 8 else cuts), least)
+    most = {1: 64, 2: 32}.get(num_kv_heads, min(max(XQA_INVARIANT_CUTS // num_kv_heads, 4), 16))
     return cut_rule(most, XQA_LEAST_CUT)
 
 

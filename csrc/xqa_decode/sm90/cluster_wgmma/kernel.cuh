@@ -1,8 +1,8 @@
 #pragma once
-#include "xqa_decode/sm90/cluster_wgmma/fold_merge.cuh"
-#include "xqa_decode/sm90/cluster_wgmma/leaf_piece.cuh"
 #include "xqa_decode/sm90/cluster_wgmma/long_call.cuh"
 #include "xqa_decode/sm90/cluster_wgmma/merge.cuh"
+#include "xqa_decode/sm90/folds/cluster_merge.cuh"
+#include "xqa_decode/sm90/folds/leaf_piece.cuh"
 #include "xqa_decode/sm90/kernel.cuh"
 
 namespace attnops::xqa_decode::sm90 {
@@ -16,6 +16,29 @@ __device__ __forceinline__ auto share_piece(const Params& p, const Team& team, c
   } else {
     return SharePiece(p, place.request, place.kv_head, length, share, team.lone_tiles, team.ctas, team.by_ctas,
                       team.shares, team.by_shares, Tr::kFp8);
+  }
+}
+
+// Whether a work of a batch-invariant call is for lone warps of its first CTA: short_works.cuh.
+template <class Tr>
+__device__ __forceinline__ bool is_for_lone_warps(const Params& p, const Shape& shape, const Boxes& boxes, int length) {
+  if constexpr (Tr::kFolds) {
+    return tokens_seen(p, length) <= kMostInvariantTokens && leaves_short_works<Tr>(p, shape, boxes);
+  } else {
+    return false;
+  }
+}
+
+template <class Tr>
+__device__ __forceinline__ void attend_alone(const Params& p, const Shape& shape, const Boxes& boxes,
+                                             const WorkPlace& place, uint8_t* smem) {
+  if constexpr (Tr::kFolds) {
+    static_assert(Tr::kWarps >= Tr::kRows / 8 * 2 && Tr::kWarps * LoneWarp<Tr>::kQueueBytes <= SharedLayout<Tr>::kFull);
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    auto* const queue = reinterpret_cast<int4*>(smem + warp * LoneWarp<Tr>::kQueueBytes);
+    LoneWarp<Tr> work(p, shape, boxes, 0, warp, Tr::kWarps, queue, lane);
+    work.take_invariant({place.request, place.request + 1, place.kv_head, 1});
+    work.attend_all();
   }
 }
 
@@ -41,7 +64,9 @@ __device__ __forceinline__ void bring_share(const Params& p, const Shape& shape,
     wait_for_earlier_kernels();
     const int length = __ldcg(length_at);
     if (is_long<Tr>(p, team, lane)) return bring_part<Tr>(p, shape, boxes, keys, values, shared, 0, lane);
-    if (has_share) stream.bring(share_piece<Tr>(p, team, place, length, share));
+    if (has_share && !is_for_lone_warps<Tr>(p, shape, boxes, length)) {
+      stream.bring(share_piece<Tr>(p, team, place, length, share));
+    }
     return;
   }
   auto piece = share_piece<Tr>(p, team, place, guess, share);
@@ -66,6 +91,7 @@ __device__ __forceinline__ void bring_share(const Params& p, const Shape& shape,
     let_next_kernel_start();
     return bring_part<Tr>(p, shape, boxes, keys, values, shared, 0, lane);
   }
+  if (is_for_lone_warps<Tr>(p, shape, boxes, length)) return let_next_kernel_start();
   if (guessed && length == guess) {
     stream.bring(piece, first, pages, [is_short](int tiles_left) {
       if (is_short && tiles_left == 1) let_next_kernel_start();
@@ -101,7 +127,7 @@ __device__ __forceinline__ void gather_share(const Params& p, const Shape& shape
 #pragma unroll
   for (int i = 0; i < 2; ++i) pages[i] = cells[i] ? __ldcg(cells[i]) : 0;
   if (is_long<Tr>(p, team, lane)) return bring_part<Tr>(p, shape, boxes, nullptr, nullptr, shared, warp, lane);
-  if (!has_share) return;
+  if (!has_share || is_for_lone_warps<Tr>(p, shape, boxes, length)) return;
   if (guessed && length == guess) {
     stream.bring(piece, pages);
   } else {
@@ -132,6 +158,11 @@ __device__ __forceinline__ void multiply_share(const Params& p, const Shape& sha
     return multiply_part<Tr>(p, shape, boxes, smem);
   }
   if (!has_share) return cluster_wait();
+  if (is_for_lone_warps<Tr>(p, shape, boxes, length)) {
+    cluster_wait();
+    if (share == 0) attend_alone<Tr>(p, shape, boxes, place, smem);
+    return;
+  }
   Consumer<Tr> consumer(p, shape, boxes, smem);
   Block<Tr> block;
   consumer.begin(place, 0, block);

@@ -66,35 +66,9 @@ constexpr int team_inbox_bytes(int rows, int more_units) {
   return (rows * team_units_per_row(kHeadDim) + more_units) * kUnitItems * 24;
 }
 
-// Rings are larger where shares are one leaf or two.
-template <typename T, typename Element, bool kGathers, int kRows, int kMoreUnits, int kMostCtas>
-void launch_folding_rows(const Params& p, TeamSize size, cudaStream_t stream) {
-  constexpr int kInbox = team_inbox_bytes<128>(kRows, kMoreUnits);
-  if (most_leaves(p) <= 2 * int64_t{size.shares()}) {
-    return launch_team_rows<Traits<T, 128, kRows, kInbox, kMostCtas, kGathers, 1, Element>>(p, size, stream);
-  }
-  launch_team_rows<Traits<T, 128, kRows, kInbox, kMostCtas, kGathers, kLogMostRun, Element>>(p, size, stream);
-}
-
-template <typename T, bool kGathers, typename Element>
-void launch_folding_team(const Params& p, cudaStream_t stream) {
-  const TeamSize size = invariant_team_size(p);
-  const bool many = p.seqlen_q * (p.num_q_heads / p.num_kv_heads) > 8;
-  if (many) return launch_folding_rows<T, Element, kGathers, 16, 16, 2>(p, size, stream);
-  if (size.small) return launch_folding_rows<T, Element, kGathers, 8, 0, 3>(p, size, stream);
-  launch_folding_rows<T, Element, kGathers, 8, 16, 2>(p, size, stream);
-}
-
-// Whether batch-invariant calls have clusters: where the kernels of the plan fold, too.
-template <int kHeadDim, bool kGathers, typename Element>
-inline constexpr bool kTeamsFold = kHeadDim == 128 && !(kGathers && sizeof(Element) == 1);
-
 template <typename T, int kHeadDim, bool kGathers = false, typename Element = T>
 void launch_cluster_wgmma(const Params& p, cudaStream_t stream) {
   if (p.batch_size == 0) return;
-  if constexpr (kTeamsFold<kHeadDim, kGathers, Element>) {
-    if (p.fixed_split_tokens != 0) return launch_folding_team<T, kGathers, Element>(p, stream);
-  }
   const TeamSize size = team_size(p);
   const int rows = p.seqlen_q * (p.num_q_heads / p.num_kv_heads);
   constexpr auto inbox = &team_inbox_bytes<kHeadDim>;

@@ -97,7 +97,8 @@ inline int64_t most_leaves(const Params& p) {
 inline TeamSize invariant_team_size(const Params& p) {
   const int works = p.batch_size * p.num_kv_heads, rows = p.seqlen_q * (p.num_q_heads / p.num_kv_heads);
   const int64_t leaves = most_leaves(p), tiles = (most_visible_tokens(p) + 63) / 64;
-  const bool small = rows <= 8;
+  // Warps that gather e4m3 rows leave too few registers where an SM has three.
+  const bool small = rows <= 8 && (size_of(p.kv_dtype) > 1 || pages_suit_boxes(p));
   if (works > 62) return {2, 1, false};
   if (works > (small ? 32 : 30)) return {4, 1, false};
   if (works > (small ? 16 : 14)) return {8, 1, small && leaves <= 16};
@@ -149,6 +150,11 @@ inline std::string reject_balanced_cluster(const Params& p) {
   return p.fixed_split_tokens == 0 ? reject_cluster_wgmma(p) : "takes balanced plans, got fixed_split_tokens";
 }
 
+// Those that fold.
+inline std::string reject_cluster_folds(const Params& p) {
+  return p.fixed_split_tokens != 0 ? reject_cluster_wgmma(p) : "takes batch-invariant plans, got none";
+}
+
 // Those that gather rows.
 inline std::string reject_cluster_gather(const Params& p) {
   const std::string reason = reject_team(p);
@@ -157,6 +163,9 @@ inline std::string reject_cluster_gather(const Params& p) {
 
 inline std::string reject_balanced_cluster_gather(const Params& p) {
   return p.fixed_split_tokens == 0 ? reject_cluster_gather(p) : "takes balanced plans, got fixed_split_tokens";
+}
+inline std::string reject_cluster_folds_gather(const Params& p) {
+  return p.fixed_split_tokens != 0 ? reject_cluster_gather(p) : "takes batch-invariant plans, got none";
 }
 
 }  // namespace attnops::xqa_decode::sm90

@@ -46,7 +46,7 @@ __device__ __forceinline__ void store_element(const Params& p, int64_t at, float
 inline constexpr int kFew = 4;  // CTAs whose results one thread merges
 
 // Sends the CTA's results of each unit to the CTA that merges it: sums with their references, or, where kernels fold
-// (fold_merge.cuh), mean values with their lse.
+// (folds/cluster_merge.cuh), mean values with their lse.
 template <class Tr>
 __device__ __forceinline__ void send_units(const Shape& shape, const Team& team, const RowState<Tr>& block, int rank,
                                            uint32_t shared) {

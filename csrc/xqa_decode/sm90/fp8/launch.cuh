@@ -17,24 +17,14 @@ void launch_traits(const Params& p, cudaStream_t stream) {
                                                     values);
 }
 
-// Batch-invariant plans, by the kernels for 16-bit pages: as many levels of the tree as find room.
-template <int kRows, int kMostCtas, int kLevels>
-using FoldTraits = sm90::Traits<__half, 128, kRows, 0, kMostCtas, false, kLevels, uint8_t>;
-
 // Calls that `reject_fp8` and `reject_fp8_gather` of limits.h have nothing against.
 template <bool kGathers>
 void launch(const Params& p, cudaStream_t stream) {
   if (p.batch_size == 0) return;
-  const bool few = p.seqlen_q * (p.num_q_heads / p.num_kv_heads) <= kFewFp8Rows;
   if constexpr (kGathers) {
-    if (few) return launch_traits<Traits<8, kGathers, 12>>(p, stream);
     launch_traits<Traits<16, kGathers>>(p, stream);
-  } else if (p.fixed_split_tokens == 0) {
-    launch_traits<Traits<8, kGathers, 12, 2>>(p, stream);
-  } else if (few) {
-    sm90::launch_traits<FoldTraits<8, 3, 8>>(p, stream);
   } else {
-    sm90::launch_traits<FoldTraits<16, 3, 5>>(p, stream);
+    launch_traits<Traits<8, kGathers, 12, 2>>(p, stream);
   }
 }
 

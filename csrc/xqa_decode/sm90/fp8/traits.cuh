@@ -14,7 +14,7 @@ struct Traits {
   using Element = uint8_t;  // of pages
   static constexpr bool kFp8 = true;
   static constexpr bool kFolds = false;
-  static constexpr bool kMayCut = kGathers_;  // other batch-invariant plans have kernels of their own: see `launch`
+  static constexpr bool kMayCut = false;  // batch-invariant plans have kernels that fold
   static constexpr int kHeadDim = 128;
   static constexpr int kRows = kRows_;  // query rows: 8 or 16
   static constexpr int kRowTiles = kRows / 8;

@@ -1,5 +1,5 @@
 #pragma once
-#include "xqa_decode/sm90/fold.cuh"
+#include "xqa_decode/sm90/folds/fold.cuh"
 
 namespace attnops::xqa_decode::sm90 {
 

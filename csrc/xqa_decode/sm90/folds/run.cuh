@@ -1,6 +1,6 @@
 #pragma once
 #include "device/sm90/shared_words.cuh"
-#include "xqa_decode/sm90/fold_merge.cuh"
+#include "xqa_decode/sm90/folds/merge.cuh"
 #include "xqa_decode/sm90/kernel.cuh"
 
 namespace attnops::xqa_decode::sm90 {
@@ -22,11 +22,14 @@ struct RunOfCuts {
   __device__ __forceinline__ static constexpr bool overflows() { return false; }
 };
 
-// Over FP8 pages registers are short: the walk's state lies in shared memory while tiles are multiplied and nodes
-// merged: one thread writes it, when all have read the last, and all read it after a barrier.
+// Registers are short over FP8 pages and of more than 8 rows: the walk's state lies in shared memory while tiles are
+// multiplied and nodes merged: one thread writes it, when all have read the last, and all read it after a barrier.
+template <class Tr>
+inline constexpr bool kPutsWalkAway = Tr::kFp8 || Tr::kRows > 8;
+
 template <class Tr>
 __device__ __forceinline__ void put_away(PieceWalk& piece, uint8_t* smem) {
-  if (!Tr::kFp8 || threadIdx.x != 0) return;
+  if (!kPutsWalkAway<Tr> || threadIdx.x != 0) return;
   uint32_t place = hopper::smem_address(smem) + SharedLayout<Tr>::kPiece;
   piece.visit_state([&](int word) {
     hopper::store_word(place, word);
@@ -36,7 +39,7 @@ __device__ __forceinline__ void put_away(PieceWalk& piece, uint8_t* smem) {
 
 template <class Tr>
 __device__ __forceinline__ void take_back(PieceWalk& piece, uint8_t* smem) {
-  if (!Tr::kFp8) return;
+  if (!kPutsWalkAway<Tr>) return;
   uint32_t place = hopper::smem_address(smem) + SharedLayout<Tr>::kPiece;
   piece.visit_state([&](int& word) {
     hopper::load_word(word, place);
@@ -48,7 +51,7 @@ __device__ __forceinline__ void take_back(PieceWalk& piece, uint8_t* smem) {
 // work adds it up by itself, others leave nodes of the tree in memory, as large as they have them.
 template <class Tr>
 __device__ __forceinline__ void run_folded(const Params& p, const Shape& shape, const Boxes& boxes, uint8_t* smem,
-                                           PieceWalk& piece) {
+                                           LongWalk& piece) {
   Consumer<Tr> consumer(p, shape, boxes, smem);
   do {
     const WorkPlace place{piece.work(), piece.request(), piece.kv_head()};

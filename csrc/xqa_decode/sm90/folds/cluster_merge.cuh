@@ -1,6 +1,6 @@
 #pragma once
 #include "xqa_decode/sm90/cluster_wgmma/merge.cuh"
-#include "xqa_decode/sm90/fold.cuh"
+#include "xqa_decode/sm90/folds/fold.cuh"
 
 namespace attnops::xqa_decode::sm90 {
 
