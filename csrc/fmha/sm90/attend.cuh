@@ -2,7 +2,7 @@
 #include "device/sm90/gmma.cuh"
 #include "device/sm90/wgmma_fp8.cuh"
 #include "fmha/sm90/convert_queries.cuh"
-#include "fmha/sm90/load.cuh"
+#include "fmha/sm90/operand_rings.cuh"
 #include "fmha/sm90/softmax.cuh"
 #include "fmha/sm90/store.cuh"
 
@@ -24,12 +24,16 @@ enum class Tile {
 // exponentials while the other multiplies (section 3.1).
 // kFence: copies of rows arrive without a fence.
 template <class Tr, bool kFence>
-class Consumer {
+class Consumer : OperandRings<Tr, kFence> {
+  using Base = OperandRings<Tr, kFence>;
+  using Base::await_keys, Base::await_values, Base::base_, Base::group_, Base::k_operand_, Base::kVRows, Base::lane_,
+      Base::pass_turn, Base::q_ring_, Base::release, Base::release_keys, Base::release_queries, Base::release_values,
+      Base::s_, Base::shared_, Base::take_turn, Base::v_operand_, Base::v_ring_, Base::work_ring_;
+
  public:
   using T = typename Tr::T;
   using Out = typename Tr::Out;
   using Layout = SharedLayout<Tr>;
-  static constexpr int kTurnBarrier = 2;                                                   // + warpgroup
   static constexpr int kQueriesBarrier = 8;                                                // + warpgroup
   static constexpr bool kConverts = !Tr::kFp8 && !std::is_same_v<T, typename Tr::Caller>;  // queries
   static constexpr bool kHasOnly = Tr::kFewKeys > 0 && !kFence;  // a path for works of one tile
@@ -41,21 +45,11 @@ class Consumer {
       Tr::kHasPlain && !kFence && kShape.overlap && !kShape.plain && std::is_same_v<T, __nv_bfloat16>;
   // e4m3 keys have a scale as a rule, which only the device knows.
   static constexpr bool kMayTransform = !kShape.plain || Tr::kFp8 || Tr::kNarrow;
-  static constexpr int kVRows = Tr::kFp8 ? Tr::kHeadDimV : Tr::kChunkRows;  // of a chunk of values in shared memory
-  static constexpr int kVStep = 2 * Tr::kVGroupBytes >> 4;                  // sixteen keys
-  static constexpr int kProbabilities = Tr::kKeys * int{sizeof(T)} / 8;     // registers
+  static constexpr int kVStep = 2 * Tr::kVGroupBytes >> 4;               // sixteen keys
+  static constexpr int kProbabilities = Tr::kKeys * int{sizeof(T)} / 8;  // registers
 
   __device__ __forceinline__ Consumer(const Params& p, const Schedule& s, char* base)
-      : p_(p),
-        s_(s),
-        base_(base),
-        shared_(hopper::smem_address(base)),
-        group_(static_cast<int>(threadIdx.x) / 128 - 1),
-        lane_(threadIdx.x % 32),
-        warp_(threadIdx.x / 32 % 4),
-        everywhere_(hopper::address_in(shared_, lane_ < s.cluster ? lane_ : 0)),
-        k_operand_(hopper::chunk_operand<Tr::kChunkRows>(shared_ + Layout::kK)),
-        v_operand_(hopper::chunk_operand<kVRows>(shared_ + Layout::kV)) {}
+      : Base(s, base), p_(p), warp_(threadIdx.x / 32 % 4) {}
 
   // Until no work is left. Returns how many pieces the plan has.
   __device__ __forceinline__ int run() {
@@ -87,7 +81,7 @@ class Consumer {
         if constexpr (!kPreparesBehind) finish(w);
       } else {
         release_queries(true);
-        pass_by(w);
+        this->pass_by(w);
       }
       finish_piece(w);
       hopper::mbarrier_arrive(shared_ + Layout::kWorkDone + 8 * work_ring_.stage);
@@ -99,48 +93,6 @@ class Consumer {
   }
 
  private:
-  __device__ __forceinline__ void take_turn() const {
-    if constexpr (kShape.turns) hopper::named_barrier_sync(kTurnBarrier + group_, 256);
-  }
-  __device__ __forceinline__ void pass_turn() const {
-    if constexpr (kShape.turns) {
-      hopper::named_barrier_arrive(kTurnBarrier + (group_ == Tr::kWarpgroups - 1 ? 0 : group_ + 1), 256);
-    }
-  }
-
-  __device__ __forceinline__ void release(uint32_t barrier) const {
-    __syncwarp();
-    hopper::mbarrier_arrive_if(barrier, lane_ == 0);
-  }
-
-  // Once their last product is done.
-  __device__ __forceinline__ void release_queries(bool last) const {
-    hopper::mbarrier_arrive_if(shared_ + Layout::kQEmpty + 8 * q_ring_.stage, last && lane_ == 0);
-  }
-
-  // A stage of keys or values, in both CTAs of a pair. The assembler lays an arrival through the cluster behind much of
-  // the softmax, even one at home: so a CTA alone goes without.
-  __device__ __forceinline__ void release_stage(int barrier) const {
-    const bool alone = s_.cluster == 1;
-    __syncwarp();
-    hopper::mbarrier_arrive_if(shared_ + barrier, alone && lane_ == 0);
-    hopper::mbarrier_arrive_remote_if(everywhere_ + barrier, !alone && lane_ < 2);
-  }
-
-  // Of a work without rows for this warpgroup: the others multiply meanwhile.
-  __device__ __forceinline__ void pass_by(const Work& w) {
-    const int tile_end = w.tile_end;
-#pragma unroll 1
-    for (int tile = w.tile_begin; tile < tile_end; ++tile) {
-      take_turn();
-      pass_turn();
-      hopper::mbarrier_wait(shared_ + Layout::kKFull + 8 * k_ring_.stage, k_ring_.phase);
-      release_keys();
-      hopper::mbarrier_wait(shared_ + Layout::kVFull + 8 * v_ring_.stage, v_ring_.phase);
-      release_values();
-    }
-  }
-
   __device__ __forceinline__ void attend(const Work& w) {
     const int first_row = 64 * group_;
     rows_.template start<kShape.plain>(p_, s_, w, first_row + 16 * warp_ + lane_ / 4);
@@ -300,28 +252,6 @@ class Consumer {
       }
     }
     hopper::wgmma_commit();
-  }
-
-  __device__ __forceinline__ void await_keys() const {
-    hopper::mbarrier_wait(shared_ + Layout::kKFull + 8 * k_ring_.stage, k_ring_.phase);
-    if constexpr (kFence) hopper::fence_async_proxy();
-  }
-
-  __device__ __forceinline__ void await_values() const {
-    hopper::mbarrier_wait(shared_ + Layout::kVFull + 8 * v_ring_.stage, v_ring_.phase);
-    if constexpr (kFence) hopper::fence_async_proxy();
-  }
-
-  __device__ __forceinline__ void release_keys() {
-    release_stage(Layout::kKEmpty + 8 * k_ring_.stage);
-    k_ring_.advance();
-    k_operand_ = hopper::chunk_operand<Tr::kChunkRows>(shared_ + Layout::kK + k_ring_.stage * Tr::kKBytes);
-  }
-
-  __device__ __forceinline__ void release_values() {
-    release_stage(Layout::kVEmpty + 8 * v_ring_.stage);
-    v_ring_.advance();
-    v_operand_ = hopper::chunk_operand<kVRows>(shared_ + Layout::kV + v_ring_.stage * Tr::kVBytes);
   }
 
   // The assembler would move the wait for the values ahead of the exponentials that are to hide it. It does not move it
@@ -539,19 +469,12 @@ class Consumer {
   }
 
   const Params& p_;
-  const Schedule& s_;
-  char* base_;
-  uint32_t shared_;
-  int group_, lane_, warp_, column_ = 0;
-  uint32_t everywhere_;  // shared_ in CTA `lane` of the cluster
+  int warp_, column_ = 0;
   bool transformed_ = false, bounded_ = false;
   Capped capped_;
   float scale_ = 0.f, inner_scale_ = 0.f;
   float row_scale_[2] = {}, row_factor_[2] = {};  // kConverts: scale_, and what a row's queries were divided by
-  uint32_t q_operand_ = 0, k_operand_, v_operand_;
-  Ring<Tr::kWorkStages> work_ring_;
-  Ring<Tr::kQStages> q_ring_;
-  Ring<Tr::kStages> k_ring_, v_ring_;
+  uint32_t q_operand_ = 0;
   RowPair<Tr::kFp8> rows_;
   float factor_[2], lse_[2];  // of what is stored
   Out* to_[2];
