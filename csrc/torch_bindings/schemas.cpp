@@ -144,7 +144,10 @@ STABLE_TORCH_LIBRARY(attnops, m) {
       "Tensor(c!) out_partial, Tensor(d!) lse_partial, Tensor(e!) semaphores, float softmax_scale, bool causal=True, "
       "int window_left=-1, float logit_cap=0.0, Tensor? sinks=None, Tensor? tree_mask=None, Tensor? k_scale=None, "
       "Tensor? v_scale=None, int fixed_split_tokens=0, Tensor(f!)? report=None, int tree_keys=0, "
-      "Tensor? cu_seqlens_q=None, int max_seqlen_q=0) -> ()");
+      "Tensor? cu_seqlens_q=None, int max_seqlen_q=0, Tensor? table_rows=None) -> ()");
+  m.def(
+      "xqa_decode_chunks(Tensor(a!) chunks, Tensor cu_seqlens_q, Tensor cache_seqlens, int chunk_tokens, "
+      "bool causal=True) -> ()");
 
   // mla_decode/
   m.def(

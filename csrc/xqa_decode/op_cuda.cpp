@@ -1,6 +1,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "torch_bindings/stream.h"
+#include "xqa_decode/cuda/chunks.h"
 #include "xqa_decode/cuda/plan.h"
 #include "xqa_decode/impls.h"
 #include "xqa_decode/op.h"
@@ -31,16 +32,27 @@ void xqa_decode_plan_cuda(const Tensor& tile_scheduler_metadata, const Tensor& n
               current_stream(cache_seqlens));
 }
 
-void run_cuda(const Params& params, const Tensor& q) {
+void xqa_decode_chunks_cuda(const Tensor& chunks, const Tensor& cu_seqlens_q, const Tensor& cache_seqlens,
+                            int64_t chunk_tokens, bool causal) {
+  const ChunkParams params = checked_chunk_params(chunks, cu_seqlens_q, cache_seqlens, chunk_tokens, causal);
+  const OnDevice guard(cu_seqlens_q);
+  launch_chunks(params, current_stream(cu_seqlens_q));
+}
+
+void run_cuda(const Params& params, const Tensor& q, const TableRows& rows) {
   if (params.ragged && params.num_tokens == 0) return;
   const OnDevice guard(q);
-  select_launch(params)(params, current_stream(q));
+  if (!params.ragged) return select_launch(params)(params, current_stream(q));
+  Params ragged = params;
+  ragged.table_rows = rows.of_request, ragged.num_table_rows = static_cast<int>(rows.count);
+  select_launch(ragged)(ragged, current_stream(q));
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(attnops, CUDA, m) {
   m.impl("xqa_decode_plan", TORCH_BOX(&xqa_decode_plan_cuda));
+  m.impl("xqa_decode_chunks", TORCH_BOX(&xqa_decode_chunks_cuda));
   m.impl("xqa_decode", TORCH_BOX(&xqa_decode<&run_cuda>));
 }
 
