@@ -32,6 +32,7 @@ MLA = ["tests/mla_decode/test_mla_decode_kernels.py"]
 XQA = ["tests/xqa_decode/test_xqa_decode_cuda.py"]
 XQA_INVARIANT = ["tests/xqa_decode/test_xqa_invariant_cuda.py"]
 XQA_MERGES = ["tests/xqa_decode/test_xqa_merges_cuda.py"]
+XQA_CHUNKS = ["tests/xqa_decode/test_chunks.py"]
 XQA_SHORT = ["tests/xqa_decode/test_xqa_short_works_cuda.py"]
 ROWS = ["tests/test_kernel_rows.py"]
 FMHA = ["tests/fmha/test_fmha_cuda.py"]
@@ -119,6 +120,11 @@ SETS = {
     "memcheck xqa_decode pages": (XQA, "test_page_sizes and (1-None or 16-None or 3-None)"),
     "memcheck xqa_decode invariant": (XQA, "test_batch_invariant_bits"),
     "memcheck xqa_decode clusters": (XQA, "test_short_calls"),
+    "memcheck xqa_decode chunks": (
+        XQA_CHUNKS,
+        "(40-cuda or hold_anything or left_out or rows_of_it or goes_this_way) and not replays",
+    ),
+    "racecheck xqa_decode chunks": (XQA_CHUNKS, "(40-cuda or rows_of_it) and not replays"),
     # 16-bit and FP8 pages, up to 8, 16, 32 and 64 rows.
     "racecheck xqa_decode kernels": (XQA, "test_every_kernel and 128 and dtype0 and plain"),
     "racecheck xqa_decode checked": (XQA, "test_every_kernel and 128 and dtype0 and checked"),
