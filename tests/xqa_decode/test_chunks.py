@@ -298,6 +298,14 @@ def test_which_calls_are_cut(monkeypatch):
     assert cut([1] * 88 + [16], (40, 8), split_keys=False) is None
     assert cut([1, 9], (71, 1)) is None  # more heads than rows
     assert cut([1] * 40 + [9], (8, 1), 256) == (2, 45) and cut([1] * 40 + [9], (40, 1), 256) is None
+    # Many works of more than 16 rows keep prefill's kernels busy, but not up to head dim 64.
+    assert cut([1] * 28 + [17], (64, 8)) == (8, 31) and cut([1] * 40 + [17], (64, 8)) is None
+    assert cut([1] * 40 + [17], (64, 8), 64) == (4, 45) and cut([1] * 40 + [5], (64, 8)) == (2, 43)
+    # Without groups a second reading costs the most.
+    assert (
+        cut([69, 4], (5, 5)) == (64, 3) and cut([82, 36], (16, 16)) is None and cut([82, 36], (16, 16), 64) == (64, 3)
+    )
+    assert cut([69] + [4] * 4, (32, 32)) is None and cut([7] * 26 + [79], (5, 5)) is None
     for tokens in ([0, 0, 50], [3], [7] * 9, [1] * 300 + [64]):
         for most in (1, 5, 64):
             needed = sum(-(-count // most) for count in tokens)

@@ -95,8 +95,14 @@ def default_tile_q(
 COST_OF_ROWS = {16: 1.0, 32: 1.07, 64: 1.12}
 
 # Chunks may be so many times the requests: each reads its keys again. Or twice as many, where they are so few works
-# that even with both a GPU has SMs left.
-MOST_CHUNKS_AS_A_RULE, MOST_CHUNKS_FOR_EACH, FEW_CHUNK_WORKS = 1.3, 2, 48
+# (chunks times KV heads) that even with both a GPU has SMs left. Without groups a KV head's keys serve one head alone,
+# and the second reading is most of what a work costs.
+MOST_CHUNKS_AS_A_RULE, MOST_CHUNKS_FOR_EACH = 1.3, 2
+FEW_CHUNK_WORKS, FEW_CHUNK_WORKS_OF_ONE_HEAD = 48, 32
+
+# More works than two an SM keep a GPU busy in prefill's kernels, too, and those read keys once for 128 rows. But not
+# where tiles of theirs are almost empty: chunks of 16 rows, or head dims whose tiles have 192.
+MOST_CHUNK_WORKS, ROWS_OF_SMALL_CHUNKS, HEAD_DIM_OF_LONG_TILES = 264, 16, 64
 
 
 class DecodeChunks(NamedTuple):
@@ -137,8 +143,20 @@ def chunks_for_decode(
     costs = {rows: most_chunks(*limits, tokens) * COST_OF_ROWS[rows] for rows, tokens in ways.items()}
     tokens = ways[min(costs, key=lambda rows: costs[rows])]
     count = most_chunks(*limits, tokens)
-    few = count <= MOST_CHUNKS_FOR_EACH * max_batch_size and count * num_kv_heads <= FEW_CHUNK_WORKS
-    return DecodeChunks(tokens, count) if few or count <= MOST_CHUNKS_AS_A_RULE * max_batch_size else None
+    times = _most_chunks_of_a_request(group, head_dim, tokens * group, count * num_kv_heads)
+    return DecodeChunks(tokens, count) if count <= times * max_batch_size else None
+
+
+def _most_chunks_of_a_request(group: int, head_dim: int, rows: int, works: int) -> float:
+    """In the mean of a batch, where chunks of `rows` rows are `works` works; 0: none."""
+    few, most = FEW_CHUNK_WORKS, MOST_CHUNK_WORKS
+    if rows <= ROWS_OF_SMALL_CHUNKS or head_dim <= HEAD_DIM_OF_LONG_TILES:
+        most = works
+    elif group == 1:
+        few = most = FEW_CHUNK_WORKS_OF_ONE_HEAD
+    if works <= few:
+        return MOST_CHUNKS_FOR_EACH
+    return MOST_CHUNKS_AS_A_RULE if works <= most else 0
 
 
 def tokens_for_decode(
