@@ -176,7 +176,7 @@ STABLE_TORCH_LIBRARY(attnops, m) {
       "sparse_mla_prefill(Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? max_logits, Tensor q, Tensor? q_pe, Tensor kv, "
       "Tensor indices, Tensor? topk_length, Tensor? extra_kv, Tensor? extra_indices, Tensor? extra_topk_length, "
       "float softmax_scale, Tensor? sinks=None, Tensor(d!)? report=None, Tensor? head_masks=None, "
-      "int head_groups=1) -> ()");
+      "int head_groups=1, Tensor(e!)? scratch=None) -> ()");
   m.def(
       "share_lists(Tensor(a!) shared, Tensor(b!) masks, Tensor(c!) shared_length, Tensor indices, "
       "Tensor? topk_length, int together) -> ()");
