@@ -37,6 +37,7 @@ XQA_SHORT = ["tests/xqa_decode/test_xqa_short_works_cuda.py"]
 ROWS = ["tests/test_kernel_rows.py"]
 FMHA = ["tests/fmha/test_fmha_cuda.py"]
 FMHA_CUTS = ["tests/fmha/test_split_keys.py"]
+CONVERTED = ["tests/sparse_mla/test_converted_rows.py"]
 SPARSE_MLA = ["tests/sparse_mla/test_sparse_mla_rows.py"]
 COMPRESSED = ["tests/compressed_kv"]
 INDEXER = ["tests/sparse_indexer"]
@@ -105,6 +106,11 @@ SETS = {
         ["tests/sparse_mla/test_share_lists.py"],
         "own_list and 40 or rows_once and 64",
     ),
+    # Rows that are converted once.
+    "memcheck sparse_mla converted": (CONVERTED, "attended_to and 48 or once or scratch"),
+    "racecheck sparse_mla converted": (CONVERTED, "once or more_rows and 48"),
+    "synccheck sparse_mla converted": (CONVERTED, "once or more_rows and 48"),
+    "initcheck sparse_mla converted": (CONVERTED, "once or more_rows and 48"),
     # Short calls in clusters, which merge in shared memory.
     "memcheck sparse_mla clusters": (SPARSE_MLA, "short_calls and 61"),
     "racecheck sparse_mla clusters": (SPARSE_MLA, "short_calls and 584_bytes and 61"),

@@ -32,13 +32,7 @@ from attnops.ops.paged_kv import (
     store_mla_kv,
     translate_slots,
 )
-from attnops.ops.sparse_mla import (
-    share_lists,
-    sparse_mla_decode,
-    sparse_mla_plan,
-    sparse_mla_prefill,
-    sparse_mla_prefill_scratch_size,
-)
+from attnops.ops.sparse_mla import share_lists, sparse_mla_decode, sparse_mla_plan, sparse_mla_prefill
 from attnops.ops.speculation import build_draft_tree, pack_tree_mask, verify_tree_greedy, verify_tree_sampling
 from attnops.ops.xqa_decode import xqa_decode, xqa_decode_chunks, xqa_decode_plan
 
@@ -86,7 +80,6 @@ __all__ = [
     "sparse_mla_decode",
     "sparse_mla_plan",
     "sparse_mla_prefill",
-    "sparse_mla_prefill_scratch_size",
     "ssd_commit",
     "ssd_conv_decode",
     "ssd_decode",

@@ -187,9 +187,8 @@ def sparse_mla_prefill(
             rows of 512 or 576 values, up to 64 heads, on sm_90a. Not beside `extra_kv`.
         head_groups: Groups, 1 to 8, that divide H_q.
         scratch: uint8 ``[sparse_mla_prefill_scratch_size(...)]``, or None. With it, rows of 656 bytes that many tokens
-            list may be rounded to bfloat16 once, which is faster for more than 32 heads of bfloat16 on sm_90a. The
-            device decides by the lists, so a token's bits depend on the call then. Without it they never do. What
-            another call does with it must have ended.
+            list may be rounded to bfloat16 once. That is faster for more than 32 heads of bfloat16 on sm_90a. The
+            device decides by the lists, so a token's bits depend on the call then. Without scratch they never do.
 
     Returns:
         ``(out, lse)`` as of `sparse_mla_decode`.
@@ -229,25 +228,32 @@ def sparse_mla_prefill_scratch_size(
     """Bytes that let `sparse_mla_prefill` convert rows of 656 bytes once; 0 where that cannot gain.
 
     Args:
-        num_tokens, num_q_heads: Of q.
+        num_tokens: Of q.
+        num_q_heads: Of q.
         topk: Width of the lists.
         num_rows: Of the pool: pages times page size.
-        most_rows: How many rows it shall hold, 1152 bytes each. Where lists name more, none is converted.
+        most_rows: How many rows it shall hold, of 1152 bytes. Where lists name more of them, none is converted.
     """
-    entries = num_tokens * topk
-    rows = min(num_rows, entries, most_rows)
-    if num_q_heads <= 32 or rows <= 0:
+    entries, blocks = num_tokens * topk, 1 if num_q_heads <= 64 else 2
+    if num_q_heads <= 32:
         return 0
-    # Nanoseconds on an H200: what an entry gains, what kernels take that find nothing to gain, and a row's conversion.
-    saved = entries * (0.18 if num_q_heads > 64 else 0.09 if num_q_heads > 48 else 0.045)
-    launches = 20e3 + entries * 0.004 + num_rows * 0.001
-    least = 4 if num_q_heads > 64 else 12
-    certain = num_rows <= most_rows and entries >= least * num_rows and saved > 1.25 * (launches + 0.6 * num_rows)
-    if not certain and saved < 8 * launches:
+    # Nanoseconds on an H200: what entries gain, and what the kernels take that find nothing to convert.
+    gain = entries * (0.18 if blocks == 2 else 0.09 if num_q_heads > 48 else 0.045)
+    cost = 20e3 + entries * 0.004 + num_rows * 0.001
+    certain = num_rows <= most_rows and entries >= _LEAST_ENTRIES[blocks] * num_rows
+    if gain < (1.25 * (cost + 0.6 * num_rows) if certain else 8 * cost):
         return 0
+    return _scratch_size(entries, num_rows, most_rows)
+
+
+_LEAST_ENTRIES = {1: 12, 2: 4}  # of a row, by blocks of 64 heads: csrc/sparse_mla/convert_rows.h
+
+
+def _scratch_size(entries: int, num_rows: int, most_rows: int) -> int:
+    """As ConvertLayout there has it: counts, flags, words of listed rows, lists, rows."""
     words = -(-min(num_rows, 1 << 31) // 32)
-    parts = (24, words * 32, words * 8, entries * 4)
-    return 256 + sum(-(-part // 256) * 256 for part in parts) + rows * 1152
+    parts = (24, 32 * words, 8 * words, 4 * entries)
+    return 256 + sum(-(-part // 256) * 256 for part in parts) + 1152 * min(num_rows, entries, most_rows)
 
 
 @names_its_arguments
