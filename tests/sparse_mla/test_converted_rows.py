@@ -174,7 +174,7 @@ def test_replays_with_other_lists_and_rows():
 
 
 def test_rows_rounded_to_bf16_are_within_the_contract():
-    """float64 over rounded rows, beside float64 over the rows: a fifth of what the contract allows."""
+    """float64 over rounded rows, beside float64 over the rows: half of what the contract allows."""
     problem = sparse_problem("bytes", BF16, (8, 1), 16, 600)
     exact, lse, _ = problem.expected()
     problem.selected.values = converted(problem.selected.values).double()
