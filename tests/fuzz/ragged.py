@@ -75,7 +75,8 @@ def right(draw: Draw) -> None:
     parts = None if draw.chance(0.3) else draw.number(1, 9) if on_cpu else draw.pick([1, 2, 7, 33, 132])
     chunks = None
     if chunked:
-        count = sum(-(-tokens // most) for tokens in counts) + draw.pick([0, 0, 1, 5])
+        # A request without tokens has no chunk, but rows of padding need one that ends before them.
+        count = max(sum(-(-tokens // most) for tokens in counts) + draw.pick([0, 0, 1, 5]), min(batch, 1))
         chunks = torch.full((3, count + 1), -1, dtype=torch.int32, device=draw.device)
         ops.xqa_decode_chunks(chunks, bounds, seqlens, most, causal=rules.causal)
     plan = XqaDecodePlan.allocate(

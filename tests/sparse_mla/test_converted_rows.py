@@ -69,7 +69,7 @@ def test_each_listed_row_is_converted_once():
     scratch = scratch_for(problem)
     prefill(problem, with_most=False, scratch=scratch)
     parts = parts_of(scratch.cpu(), len(lists.values), lists.indices.numel())
-    listed, rows, _, _, turn, _ = parts["counts"].tolist()
+    listed, _, rows, _, turn, _ = parts["counts"].tolist()
     numbers = parts["lists"].view(len(problem.q), -1)
     named: dict[int, int] = {}
     entries = 0
