@@ -89,6 +89,7 @@ inline uint32_t transpose_8x8(uint32_t source) {
 }
 
 inline float exp2_approx(float x) { return exp2f(x); }
+inline float exp2_in_place(float x) { return exp2f(x); }
 
 template <typename T>
 uint32_t pack2(float low, float high) {
