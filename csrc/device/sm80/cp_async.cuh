@@ -15,6 +15,17 @@ __device__ __forceinline__ void cp_async_16(uint32_t destination, const void* so
                : "memory");
 }
 
+// The same if `go`; else nothing happens, and the destination stays as it is. A predicate, where a branch would end
+// what the compiler may reorder.
+__device__ __forceinline__ void cp_async_16_if(bool go, uint32_t destination, const void* source, bool take) {
+  const int bytes = take ? 16 : 0;
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n@p cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n}\n" ::"r"(
+          destination),
+      "l"(source), "r"(bytes), "r"(static_cast<int>(go))
+      : "memory");
+}
+
 // 4 or 8 bytes from global to shared memory.
 template <int kBytes>
 __device__ __forceinline__ void cp_async_few(uint32_t destination, const void* source) {

@@ -5,7 +5,7 @@
 namespace attnops::fmha {
 
 // The work of a CTA, which its first thread looks up. False: there is none.
-template <typename T, int kKeys>
+template <int kKeys>
 __device__ __forceinline__ bool begin_work(const Params& p, const Schedule& s, Work& w) {
   wait_for_earlier_kernels();
   let_next_kernel_start();
@@ -17,24 +17,28 @@ __device__ __forceinline__ bool begin_work(const Params& p, const Schedule& s, W
     }
     w = found;
   }
-  sm90::clear_padding<T>(p);
   __syncthreads();
   return w.num_tokens > 0;
 }
 
 // One CTA a work, in the plan's order: the device starts them so, and SMs that are done early take the next.
-template <class Tr, bool kInRow>
+template <class Tr, Source kSource, int kStages>
 __global__ void __launch_bounds__(Tr::kThreads, Tr::kCtasPerSm)
     fmha_mma_kernel(const __grid_constant__ Params p, const __grid_constant__ Schedule s,
                     const __grid_constant__ Rows rows) {
   extern __shared__ __align__(128) char shared_memory[];
   Work& w = *reinterpret_cast<Work*>(shared_memory + SharedLayout<Tr>::kWork);
-  if (!begin_work<typename Tr::T, Tr::kKeys>(p, s, w)) return;
-  Attention<Tr, kInRow, false>(p, s, rows, w, shared_memory).run([] {});
+  if (!begin_work<Tr::kKeys>(p, s, w)) {
+    sm90::clear_padding<typename Tr::T>(p);
+    return;
+  }
+  Attention<Tr, kSource, kStages, false>(p, s, rows, w, shared_memory).run([&p] {
+    sm90::clear_padding<typename Tr::T>(p);
+  });
 }
 
 // The same where the plan may cut tiles: as many CTAs as run at once take works, then merge the pieces.
-template <class Tr, bool kInRow>
+template <class Tr, Source kSource, int kStages>
 __global__ void __launch_bounds__(Tr::kThreads, Tr::kCtasPerSm)
     fmha_mma_cut_kernel(const __grid_constant__ Params p, const __grid_constant__ Schedule s,
                         const __grid_constant__ Rows rows) {
@@ -45,7 +49,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kCtasPerSm)
   queue.begin();
   sm90::clear_padding<typename Tr::T>(p);
   for (; queue.work().num_tokens >= 0; queue.advance()) {
-    Attention<Tr, kInRow, true>(p, s, rows, queue.work(), shared_memory).run([&queue] {
+    Attention<Tr, kSource, kStages, true>(p, s, rows, queue.work(), shared_memory).run([&queue] {
       if (threadIdx.x == 0) queue.find();
     });
   }

@@ -1,6 +1,7 @@
 #pragma once
 #include "device/sm80/cp_async.cuh"
 #include "device/sm80/fp8_rows.cuh"
+#include "device/sm80/shared_pieces.cuh"
 #include "device/sm90/wgmma.cuh"
 #include "fmha/cuda/places.cuh"
 #include "fmha/cuda/traits.h"
@@ -16,11 +17,19 @@ enum class Copy : int {
   kElements,   // rows that start anywhere, element by element
 };
 
+// Strides in pieces of 16 bytes, of pools below 2^32 of them.
+struct Units {
+  uint32_t page, token, head;
+};
+
 // What a launch of these kernels knows besides Schedule.
 struct Rows {
   Copy queries, keys, out;
-  int k_stages;  // 1 or 2, as shared memory has room
+  // Of the pools; ragged keys are the first page of one, which begins at 0.
+  int page_size;
+  unsigned pages;
   Strides k, v;
+  Units k_units, v_units;
 };
 
 // Eight elements from anywhere.
@@ -32,70 +41,93 @@ __device__ __forceinline__ auto gather(const void* source) {
   return piece;
 }
 
-// Brings the queries, keys and values of a work. All threads of the CTA take part, each for column tid % 8 of every
-// chunk and every (kThreads / 8)th row.
-template <class Tr, bool kInRow>
-class Loader : public Places<Tr::kKeys, kInRow> {
+// Brings keys and values of a work. All threads of the CTA take part, each for column tid % 8 of every chunk and every
+// (kThreads / 8)th row.
+template <class Tr, Source kSource>
+class Loader : public Places<Tr::kKeys> {
  public:
   using Layout = SharedLayout<Tr>;
   using T = typename Tr::T;
+  static constexpr int kStep = Tr::kThreads / 8, kOwnRows = ceil_div(Tr::kKeys, kStep);
+  static_assert(kStep % 8 == 0, "rows of a thread have one swizzle");
 
   __device__ __forceinline__ Loader(const Params& p, const Schedule& s, const Rows& rows, const Work& w, char* base)
-      : Places<Tr::kKeys, kInRow>(p, s, rows.k, rows.v, w, base + Layout::kPlaces),
+      : Places<Tr::kKeys>(p, s, rows.k, rows.v, w, base + Layout::kPlaces),
         p_(p),
         s_(s),
         rows_(rows),
         w_(w),
         base_(base) {}
 
-  __device__ __forceinline__ void bring_queries() const {
-    for (int row = tid_ / 8; row < Tr::kRows; row += Tr::kThreads / 8) {
-      const auto [token, head, exists] = sm90::place_of_row(s_, w_, row);
-      const int64_t at = (static_cast<int64_t>(w_.first_q_token) + w_.first_token + token) * p_.q_stride_token +
-                         head * p_.q_stride_head;
-      const T* source = static_cast<const T*>(p_.q) + at;
-#pragma unroll
-      for (int c = 0; c < Tr::kQkChunks; ++c) {
-        const int column = 64 * c + tid_ % 8 * 8;
-        const bool take = exists && column < p_.head_dim_qk;
-        char* to = base_ + Layout::kQ + c * Tr::kRows * 128 + swizzled(row, tid_ % 8);
-        if (rows_.queries == Copy::kPieces) {
-          cp_async_16(smem_address(to), take ? source + column : p_.q, take);
-        } else {
-          *reinterpret_cast<uint4*>(to) = take ? gather<uint16_t>(source + column) : uint4{};
-        }
+  // Before the first copies, which wait for a barrier where rows are not in a row.
+  __device__ __forceinline__ void begin(int tile) {
+    if constexpr (kSource == Source::kInRow) {
+      if (!p_.paged) return;
+      table_ = p_.page_table.row(w_.request);
+      ahead_ = page_of(tile);
+      advance(tile);
+    } else {
+      this->place(tile, this->look_up(tile));
+      this->place(tile + 1, this->look_up(tile + 1));
+      __syncthreads();
+    }
+  }
+
+  // Copies are of this tile from now on. Tiles follow each other. The page of the next one is on its way then.
+  __device__ __forceinline__ void advance(int tile) {
+    if (kSource != Source::kInRow || !p_.paged) return;
+    page_ = ahead_;
+    ahead_ = page_of(tile + 1);
+    if (p_.report != nullptr && threadIdx.x == 0 && tile < w_.tile_end) {
+      const int key = max_of(w_.place_of(tile) * Tr::kKeys, w_.key_begin);
+      if (key < w_.key_end && !p_.page_table.has_page(page_)) {
+        report_page(p_, w_, key, s_.page_size.divide(key), page_);
       }
     }
   }
 
-  __device__ __forceinline__ void bring_keys(int tile, int stage) const {
-    bring<Tr::kQkChunks, Tr::kHeadDimQk>(tile, &Place::k, p_.k, p_.head_dim_qk, rows_.k.token,
-                                         base_ + Layout::kK + stage * Tr::kKBytes,
-                                         base_ + Layout::raw_k(rows_.k_stages));
+  // Of a tile that begins with key `first`, and that `advance` has named where rows are in a row. Without `go` nothing
+  // happens, by predicates: the compiler may mix these copies with products, which a branch would end.
+  __device__ __forceinline__ void bring_keys(int tile, int first, int stage, bool go) const {
+    bring<Tr::kQkChunks, Tr::kHeadDimQk>(in_row(first), tile, &Place::k, p_.k, rows_.k_units, p_.head_dim_qk,
+                                         smem_address(base_ + Layout::kK) + stage * Layout::kStageBytes,
+                                         smem_address(base_ + Layout::kRawK), go);
   }
-  __device__ __forceinline__ void bring_values(int tile) const {
-    bring<Tr::kVChunks, Tr::kHeadDimV>(tile, &Place::v, p_.v, p_.head_dim_v, rows_.v.token, base_ + Layout::kV,
-                                       base_ + Layout::raw_v(rows_.k_stages));
+  __device__ __forceinline__ void bring_values(int tile, int first, int stage, bool go) const {
+    bring<Tr::kVChunks, Tr::kHeadDimV>(in_row(first), tile, &Place::v, p_.v, rows_.v_units, p_.head_dim_v,
+                                       smem_address(base_ + Layout::kV) + stage * Layout::kStageBytes,
+                                       smem_address(base_ + Layout::kRawV), go);
+  }
+  // Both.
+  __device__ __forceinline__ void bring_tile(int tile, int first, int stage, bool go) const {
+    const InRow at = in_row(first);
+    bring<Tr::kQkChunks, Tr::kHeadDimQk>(at, tile, &Place::k, p_.k, rows_.k_units, p_.head_dim_qk,
+                                         smem_address(base_ + Layout::kK) + stage * Layout::kStageBytes, 0, go);
+    bring<Tr::kVChunks, Tr::kHeadDimV>(at, tile, &Place::v, p_.v, rows_.v_units, p_.head_dim_v,
+                                       smem_address(base_ + Layout::kV) + stage * Layout::kStageBytes, 0, go);
   }
 
   // From FP8, what this thread itself has copied, when it has landed.
-  __device__ __forceinline__ void convert_keys(int stage) const {
-    if (rows_.keys == Copy::kRawPieces) {
-      convert<Tr::kQkChunks, Tr::kHeadDimQk>(base_ + Layout::kK + stage * Tr::kKBytes,
-                                             base_ + Layout::raw_k(rows_.k_stages));
+  __device__ __forceinline__ void convert_keys() const {
+    if (kSource == Source::kAny && rows_.keys == Copy::kRawPieces) {
+      convert<Tr::kQkChunks, Tr::kHeadDimQk>(base_ + Layout::kK, base_ + Layout::kRawK);
     }
   }
   __device__ __forceinline__ void convert_values() const {
-    if (rows_.keys == Copy::kRawPieces) {
-      convert<Tr::kVChunks, Tr::kHeadDimV>(base_ + Layout::kV, base_ + Layout::raw_v(rows_.k_stages));
+    if (kSource == Source::kAny && rows_.keys == Copy::kRawPieces) {
+      convert<Tr::kVChunks, Tr::kHeadDimV>(base_ + Layout::kV, base_ + Layout::kRawV);
     }
   }
 
  private:
+  // The page of a tile in a row; below 0: nobody sees the tile.
+  __device__ __forceinline__ int page_of(int tile) const {
+    const int key = max_of(w_.place_of(tile) * Tr::kKeys, w_.key_begin);
+    return tile < w_.tile_end && key < w_.key_end ? table_[s_.page_size.divide(key)] : -1;
+  }
+
   // Calls visit(i, row, c) for each piece of this thread, in its i-th row; those behind the tile's head dim are never
   // read.
-  static constexpr int kStep = Tr::kThreads / 8, kOwnRows = ceil_div(Tr::kKeys, kStep);
-  static_assert(kStep % 8 == 0, "rows of a thread have one swizzle");
   template <int kChunks, int kHeadDim, class Visit>
   __device__ __forceinline__ void for_each_piece(const Visit& visit) const {
 #pragma unroll
@@ -110,78 +142,97 @@ class Loader : public Places<Tr::kKeys, kInRow> {
     }
   }
 
+  // kInRow: this thread's first row of the tile that begins with key `first`.
+  struct InRow {
+    int token;           // in the page, or in ragged keys
+    unsigned key, keys;  // of how many keys of the work; none where the pool has no such page
+    int head;
+  };
+  __device__ __forceinline__ InRow in_row(int first) const {
+    if constexpr (kSource != Source::kInRow) return {};
+    const int row = tid_ / 8;
+    const bool is_page = static_cast<unsigned>(page_) < rows_.pages;
+    return {w_.first_k_token + first - s_.page_size.divide(first) * rows_.page_size + row,
+            static_cast<unsigned>(first + row - w_.key_begin), is_page ? w_.key_end - w_.key_begin : 0u, w_.kv_head};
+  }
+
   template <int kChunks, int kHeadDim>
-  __device__ __forceinline__ void bring(int tile, int64_t Place::*member, const void* pool, int head_dim,
-                                        int64_t stride, char* destination, char* raw) const {
-    const Place* of_tile = this->of_tile(tile);
-    const char* source = static_cast<const char*>(pool);
-    const int column = tid_ % 8;
-    if constexpr (kInRow) {
-      bring_in_row<kChunks, kHeadDim>(tile, of_tile->*member, source, head_dim, stride, destination, raw);
-      return;
+  __device__ __forceinline__ void bring(const InRow& at, int tile, int64_t Place::*member, const void* pool,
+                                        const Units& units, int head_dim, uint32_t to, uint32_t raw, bool go) const {
+    const int row = tid_ / 8, column = tid_ % 8;
+    const char* const source = static_cast<const char*>(pool);
+    if constexpr (kSource == Source::kInRow) {
+      const uint32_t piece = page_ * units.page + at.token * units.token + at.head * units.head + column;
+      copy<kChunks, kHeadDim>(to, head_dim, go, [&](int i) {
+        return RowOfPool{source + uint64_t{piece + i * kStep * units.token} * 16, at.key + i * kStep < at.keys};
+      });
+    } else if constexpr (kSource == Source::kGathered) {
+      const Place* const places = this->of_tile(tile);
+      int64_t byte[kOwnRows];
+#pragma unroll
+      for (int i = 0; i < kOwnRows; ++i) {
+        byte[i] = places[Tr::kKeys % kStep == 0 ? row + i * kStep : min_of(row + i * kStep, Tr::kKeys - 1)].*member;
+      }
+      copy<kChunks, kHeadDim>(to, head_dim, go, [&](int i) {
+        return RowOfPool{source + column * 16 + (byte[i] & INT64_MAX), byte[i] >= 0};
+      });
+    } else if (go) {
+      bring_any<kChunks, kHeadDim>(tile, member, source, head_dim, to, raw);
     }
-    int64_t at[kOwnRows];
+  }
+
+  struct RowOfPool {
+    const char* from;  // of this thread's column
+    bool exists;
+  };
+
+  template <int kChunks, int kHeadDim, class RowAt>
+  __device__ __forceinline__ void copy(uint32_t to, int head_dim, bool go, const RowAt& row_at) const {
+    const uint32_t own = to + swizzled(tid_ / 8, tid_ % 8);
 #pragma unroll
     for (int i = 0; i < kOwnRows; ++i) {
-      const int row = tid_ / 8 + i * kStep;
-      at[i] = of_tile[Tr::kKeys % kStep == 0 ? row : min_of(row, Tr::kKeys - 1)].*member;
-    }
-    if (rows_.keys == Copy::kPieces) {
-      const uint32_t to = smem_address(destination);
-      const char* from = source + column * 16;
-      for_each_piece<kChunks, kHeadDim>([&](int i, int row, int c) {
-        cp_async_16(to + c * Tr::kKeys * 128 + swizzled(row, column), from + (at[i] & INT64_MAX) + c * 128,
-                    at[i] >= 0 && c * 64 + column * 8 < head_dim);
-      });
-    } else if (rows_.keys == Copy::kRawPieces) {
-      const uint32_t to = smem_address(raw);
-      const char* from = source + column * 8;
-      for_each_piece<kChunks, kHeadDim>([&](int i, int row, int c) {
-        cp_async_8(to + ((row * kChunks + c) * 8 + column) * 8, from + (at[i] & INT64_MAX) + c * 64,
-                   at[i] >= 0 && c * 64 + column * 8 < head_dim);
-      });
-    } else {
-#pragma unroll 1
-      for (int i = tid_; i < Tr::kKeys * kChunks * 8; i += Tr::kThreads) {
-        const int row = i / (kChunks * 8), piece = i % (kChunks * 8);
-        const int64_t at = of_tile[row].*member;
-        uint4 values{};
-        if (at >= 0 && piece * 8 < head_dim) {
-          values = size_of(p_.kv_dtype) == 2
-                       ? gather<uint16_t>(source + at + piece * 16)
-                       : widen<T>(p_.kv_dtype == DType::kFloat8E5M2, gather<uint8_t>(source + at + piece * 8));
-        }
-        *reinterpret_cast<uint4*>(destination + piece / 8 * Tr::kKeys * 128 + swizzled(row, piece % 8)) = values;
+      const RowOfPool row = row_at(i);
+      const bool is_row = (i + 1) * kStep <= Tr::kKeys || tid_ / 8 + i * kStep < Tr::kKeys;
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        const int column = c * 64 + tid_ % 8 * 8;
+        const bool is_read = (c + 1) * 64 <= kHeadDim || column < kHeadDim;
+        cp_async_16_if(go && is_row && is_read, own + c * Tr::kKeys * 128 + i * kStep * 128, row.from + c * 128,
+                       row.exists && column < head_dim);
       }
     }
   }
 
-  // A tile whose first row begins `begin` bytes into the pool. Instructions count here: all warps run them in each step
-  // of the main loop, beside some 250 of the matrix units.
   template <int kChunks, int kHeadDim>
-  __device__ __forceinline__ void bring_in_row(int tile, int64_t begin, const char* pool, int head_dim, int64_t stride,
-                                               char* destination, char* raw) const {
-    const int row = tid_ / 8, column = tid_ % 8;
-    const int key = w_.place_of(tile) * Tr::kKeys + row - w_.key_begin;  // of the keys that the work sees
-    const unsigned keys = begin < 0 ? 0 : w_.key_end - w_.key_begin;
-    const char* from = pool + (begin & INT64_MAX) + row * stride;
-    const int64_t step = kStep * stride;
-    if (rows_.keys == Copy::kPieces) {
-      const uint32_t to = smem_address(destination) + swizzled(row, column);
-      from += column * 16;
-      for_each_piece<kChunks, kHeadDim>([&](int i, int, int c) {
-        const unsigned limit = c * 64 + column * 8 < head_dim ? keys : 0;
-        cp_async_16(to + c * Tr::kKeys * 128 + i * kStep * 128, from + i * step + c * 128,
-                    static_cast<unsigned>(key + i * kStep) < limit);
+  __device__ __forceinline__ void bring_any(int tile, int64_t Place::*member, const char* source, int head_dim,
+                                            uint32_t to, uint32_t raw) const {
+    const Place* of_tile = this->of_tile(tile);
+    const int column = tid_ % 8;
+    if (rows_.keys == Copy::kRawPieces) {
+      int64_t at[kOwnRows];
+#pragma unroll
+      for (int i = 0; i < kOwnRows; ++i) {
+        const int row = tid_ / 8 + i * kStep;
+        at[i] = of_tile[Tr::kKeys % kStep == 0 ? row : min_of(row, Tr::kKeys - 1)].*member;
+      }
+      const char* from = source + column * 8;
+      for_each_piece<kChunks, kHeadDim>([&](int i, int row, int c) {
+        cp_async_8(raw + ((row * kChunks + c) * 8 + column) * 8, from + (at[i] & INT64_MAX) + c * 64,
+                   at[i] >= 0 && c * 64 + column * 8 < head_dim);
       });
-    } else {
-      const uint32_t to = smem_address(raw) + (row * kChunks * 8 + column) * 8;
-      from += column * 8;
-      for_each_piece<kChunks, kHeadDim>([&](int i, int, int c) {
-        const unsigned limit = c * 64 + column * 8 < head_dim ? keys : 0;
-        cp_async_8(to + i * kStep * kChunks * 64 + c * 64, from + i * step + c * 64,
-                   static_cast<unsigned>(key + i * kStep) < limit);
-      });
+      return;
+    }
+#pragma unroll 1
+    for (int i = tid_; i < Tr::kKeys * kChunks * 8; i += Tr::kThreads) {
+      const int row = i / (kChunks * 8), piece = i % (kChunks * 8);
+      const int64_t at = of_tile[row].*member;
+      uint4 values{};
+      if (at >= 0 && piece * 8 < head_dim) {
+        values = size_of(p_.kv_dtype) == 2
+                     ? gather<uint16_t>(source + at + piece * 16)
+                     : widen<T>(p_.kv_dtype == DType::kFloat8E5M2, gather<uint8_t>(source + at + piece * 8));
+      }
+      store_shared(to + piece / 8 * Tr::kKeys * 128 + swizzled(row, piece % 8), values);
     }
   }
 
@@ -200,6 +251,8 @@ class Loader : public Places<Tr::kKeys, kInRow> {
   const Work& w_;
   char* base_;
   int tid_ = static_cast<int>(threadIdx.x);
+  const int32_t* table_;      // kInRow: pages of the request,
+  int page_ = 0, ahead_ = 0;  // that of the tile that is copied, and of the one behind it
 };
 
 }  // namespace attnops::fmha

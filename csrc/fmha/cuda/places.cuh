@@ -18,10 +18,15 @@ struct Strides {
   int64_t page, token, head;
 };
 
+// A page that the pool does not have, in checked mode.
+inline __device__ __noinline__ void report_page(const Params& p, const Work& w, int key, int cell, int page) {
+  if (p.report == nullptr || !sm90::is_seen(p, w, key)) return;  // its cell was not read
+  record_fault(p.report, {ReportOp::kFmhaPaged, ReportKind::kPageIndex, w.request, cell, page, p.page_table.num_pages});
+}
+
 // Where the keys of a work's tiles lie: places of two tiles in shared memory. Of the CTA's threads the first kKeys have
-// a row of K each, the next kKeys a row of V. kInRow: the rows of a tile follow each other, by the pools' token
-// strides, and its first row has the only place.
-template <int kKeys, bool kInRow>
+// a row of K each, the next kKeys a row of V.
+template <int kKeys>
 class Places {
  public:
   static constexpr int kBytes = 2 * kKeys * sizeof(Place);
@@ -35,8 +40,7 @@ class Places {
   // The page of this thread's key of a tile; below 0: the key is nobody's. Nobody waits for it before `place`.
   __device__ __forceinline__ int look_up(int tile) const {
     if (!is_mine()) return -1;
-    int key = key_of(tile);
-    if constexpr (kInRow) key = max_of(key, w_.key_begin);
+    const int key = key_of(tile);
     if (key < w_.key_begin || key >= w_.key_end || !sm90::is_seen(p_, w_, key)) return -1;
     return p_.paged ? p_.page_table.row(w_.request)[s_.page_size.divide(key)] : 0;
   }
@@ -51,8 +55,7 @@ class Places {
       const int cell = s_.page_size.divide(key);
       token = key - cell * p_.page_table.page_size;
       if (!p_.page_table.has_page(page)) {
-        const int seen = kInRow ? max_of(key, w_.key_begin) : key;
-        if (p_.report != nullptr && is_key && seen >= w_.key_begin && seen < w_.key_end) report_page(seen, cell, page);
+        if (is_key && key >= w_.key_begin && key < w_.key_end) report_page(p_, w_, key, cell, page);
         page = -1;
       }
     }
@@ -62,17 +65,9 @@ class Places {
   }
 
  private:
-  __device__ __forceinline__ static bool is_mine() {
-    return threadIdx.x < 2 * kKeys && (!kInRow || threadIdx.x % kKeys == 0);
-  }
+  __device__ __forceinline__ static bool is_mine() { return threadIdx.x < 2 * kKeys; }
   __device__ __forceinline__ int key_of(int tile) const {
     return w_.place_of(tile) * kKeys + static_cast<int>(threadIdx.x) % kKeys;
-  }
-
-  __device__ __noinline__ void report_page(int key, int cell, int page) const {
-    if (!sm90::is_seen(p_, w_, key)) return;  // its cell was not read
-    record_fault(p_.report,
-                 {ReportOp::kFmhaPaged, ReportKind::kPageIndex, w_.request, cell, page, p_.page_table.num_pages});
   }
 
   const Params& p_;

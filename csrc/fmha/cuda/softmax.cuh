@@ -28,12 +28,16 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kCount], const Param
   for (int h = 0; h < 2; ++h) {
     const int token = min_of((first_row + 8 * h) * s.pack_inverse >> 16, w.num_tokens - 1);
     const sm90::KeyRange keys = sm90::keys_of_token(p, w, w.first_token + token);
-    const unsigned size = keys.end - keys.begin;
-    const int from = column - keys.begin;
+    const int begin = keys.begin - column, end = keys.end - column;
 #pragma unroll
     for (int i = 0; i < kCount / 2; ++i) {
-      float& score = scores[i / 2 * 4 + h * 2 + i % 2];
-      if (static_cast<unsigned>(from + i / 2 * 8 + i % 2) >= size) score = -INFINITY;
+      if (i / 2 * 8 + i % 2 >= end) scores[i / 2 * 4 + h * 2 + i % 2] = -INFINITY;
+    }
+    if (begin > 0) {  // a window begins here
+#pragma unroll
+      for (int i = 0; i < kCount / 2; ++i) {
+        if (i / 2 * 8 + i % 2 < begin) scores[i / 2 * 4 + h * 2 + i % 2] = -INFINITY;
+      }
     }
     if (p.hidden_keys != nullptr) {
       const sm90::KeyRange hidden = sm90::hidden_from(p, w, w.first_token + token);
@@ -59,58 +63,39 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kCount], const Param
 // powers of two (FlashAttention-4): accumulators are rarely rescaled, and stay far from overflow.
 struct RowSums {
   static constexpr float kTop = 8.f;
-  float reference[2] = {-INFINITY, -INFINITY};  // a probability is 2^(score * scale - reference)
-  float sum[2] = {};                            // of this lane's columns
-  bool settled = false;                         // every row of the warp's block has a reference
+  float reference[2] = {};  // a probability is 2^(score * scale - reference); 0 before a row has seen a key
+  float sum[2] = {};        // of this lane's columns
 
-  // Scores become probabilities. Returns whether references have moved, and by which factors values shrink.
+  // Scores become powers of two. Returns the largest, or 0.
   template <int kCount>
-  __device__ __forceinline__ bool probabilities(float (&scores)[kCount], float scale, float (&shrink)[2]) {
-    bool moved = false;
-    shrink[0] = shrink[1] = 1.f;
-    if (!settled) {
+  __device__ __forceinline__ float shift(float (&scores)[kCount], float scale) const {
+    float top[2] = {0.f, 0.f};
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float largest = row_max(scores, h) * scale;
-        if (largest - reference[h] > kTop) {  // false for -inf less -inf
-          shrink[h] = exp2_approx(reference[h] - largest);
-          reference[h] = largest;
-        }
-        add(scores, h, scale, reference[h] == -INFINITY ? 0.f : -reference[h]);
-      }
-      settled = __all_sync(~0u, reference[0] > -INFINITY && reference[1] > -INFINITY);
-      moved = true;
-    } else {
-      float top = 0.f;
-      add(scores, 0, scale, -reference[0]);
-      add(scores, 1, scale, -reference[1]);
+    for (int i = 0; i < kCount; ++i) scores[i] = fmaf(scores[i], scale, -reference[i / 2 % 2]);
 #pragma unroll
-      for (int i = 0; i < kCount; i += 2) top = max_of_three(top, scores[i], scores[i + 1]);
-      if (__any_sync(~0u, top > kTop)) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float largest = row_max(scores, h);
-          if (largest > kTop) {
-            shrink[h] = exp2_approx(-largest);
-            reference[h] += largest;
-            add(scores, h, 1.f, -largest);
-          }
-        }
-        moved = true;
-      }
-    }
+    for (int i = 0; i < kCount; i += 2) top[i / 2 % 2] = max_of_three(top[i / 2 % 2], scores[i], scores[i + 1]);
+    return fmaxf(top[0], top[1]);
+  }
+
+  // Moves the references of rows that have none yet (bit h of `fresh`), or that a shifted score exceeds by far. Sums
+  // and results shrink. Returns which rows have none still.
+  template <int kCount, int kResults>
+  __device__ __forceinline__ unsigned move(float (&scores)[kCount], float (&out)[kResults], unsigned fresh) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float total = sum[h] * shrink[h];
+      const float largest = row_max(scores, h);
+      const bool is_fresh = fresh >> h & 1;
+      if (!(largest > (is_fresh ? -INFINITY : kTop))) continue;
+      const float shrink = is_fresh ? 0.f : exp2_approx(-largest);
+      fresh &= ~(1u << h);
+      reference[h] += largest;
+      sum[h] *= shrink;
 #pragma unroll
-      for (int i = 0; i < kCount / 2; ++i) {
-        float& score = scores[i / 2 * 4 + h * 2 + i % 2];
-        score = exp2_approx(score);
-        total += score;
-      }
-      sum[h] = total;
+      for (int i = 0; i < kCount / 2; ++i) scores[i / 2 * 4 + h * 2 + i % 2] -= largest;
+#pragma unroll
+      for (int i = 0; i < kResults / 2; ++i) out[i / 2 * 4 + h * 2 + i % 2] *= shrink;
     }
-    return moved;
+    return fresh;
   }
 
   // The sum over all columns of a row.
@@ -127,15 +112,6 @@ struct RowSums {
     for (int i = 1; i < kCount / 2; ++i) largest = fmaxf(largest, scores[i / 2 * 4 + h * 2 + i % 2]);
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
     return fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-  }
-
-  template <int kCount>
-  __device__ __forceinline__ static void add(float (&scores)[kCount], int h, float scale, float offset) {
-#pragma unroll
-    for (int i = 0; i < kCount / 2; ++i) {
-      float& score = scores[i / 2 * 4 + h * 2 + i % 2];
-      score = fmaf(score, scale, offset);
-    }
   }
 };
 

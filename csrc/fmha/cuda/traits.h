@@ -3,6 +3,13 @@
 
 namespace attnops::fmha {
 
+// Where rows of keys and values are.
+enum class Source : int {
+  kInRow,     // 16-bit rows; those of a tile follow each other, by the pools' token strides
+  kGathered,  // 16-bit rows on 16 bytes, each anywhere
+  kAny,       // FP8 rows, and rows that start anywhere
+};
+
 // Tiles and shared memory of one instantiation. Head dims are those of the tile; smaller ones are filled with zeros.
 //
 // A CTA has kWarps warps of 16 * kBlocks query rows each; all of them bring keys and values. A row is a query token and
@@ -24,27 +31,30 @@ struct Traits {
   static_assert(kHeadDimQk % 16 == 0 && kHeadDimV % 16 == 0 && kKeys % 16 == 0 && 2 * kKeys <= kThreads);
 
   // A chunk: 64 columns of a tile, rows of 128 bytes whose pieces of 16 bytes are swizzled.
+  static constexpr int kMostStages = kHeadDimQk <= 128 ? 2 : 1;
   static constexpr int kQkChunks = ceil_div(kHeadDimQk, 64), kVChunks = ceil_div(kHeadDimV, 64);
   static constexpr int kQBytes = kQkChunks * kRows * 128;
   static constexpr int kKBytes = kQkChunks * kKeys * 128, kVBytes = kVChunks * kKeys * 128;
   static_assert(kVChunks <= kQkChunks, "results leave through the queries' place");
 };
 
-// Offsets in bytes. FP8 rows land in a place of their own, from which each thread converts what it has copied.
+// Offsets in bytes. A stage holds keys and values of a tile. FP8 rows land behind the stages, from which each thread
+// converts what it has copied.
 template <class Tr>
 struct SharedLayout {
   static constexpr int kQ = 0;
   static constexpr int kPlaces = kQ + Tr::kQBytes;
   static constexpr int kWork = kPlaces + 2 * Tr::kKeys * 16;  // behind Places<kKeys>
   static constexpr int kWorkBytes = 256;                      // WorkQueue
-  static constexpr int kV = kWork + kWorkBytes;
-  static constexpr int kK = kV + Tr::kVBytes;  // 1 or 2 stages
-  static_assert(kV % 128 == 0);
+  static constexpr int kStages = kWork + kWorkBytes;          // 1 or 2
+  static constexpr int kStageBytes = Tr::kKBytes + Tr::kVBytes;
+  static constexpr int kK = kStages, kV = kK + Tr::kKBytes;  // of the first stage
+  static_assert(kStages % 128 == 0);
 
-  static constexpr int raw_k(int k_stages) { return kK + k_stages * Tr::kKBytes; }
-  static constexpr int raw_v(int k_stages) { return raw_k(k_stages) + Tr::kKBytes / 2; }
-  static constexpr int bytes(int k_stages, bool raw) {
-    return raw ? raw_v(k_stages) + Tr::kVBytes / 2 : raw_k(k_stages);
+  // Of calls with one stage alone.
+  static constexpr int kRawK = kStages + kStageBytes, kRawV = kRawK + Tr::kKBytes / 2;
+  static constexpr int bytes(int stages, bool raw) {
+    return raw ? kRawV + Tr::kVBytes / 2 : kStages + stages * kStageBytes;
   }
 };
 

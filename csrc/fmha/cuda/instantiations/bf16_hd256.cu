@@ -3,7 +3,13 @@
 namespace attnops::fmha {
 
 void launch_bf16_hd256(const Params& p, CUstream_st* stream) {
-  launch_traits<Traits<__nv_bfloat16, 256, 256, 32, 1, 4>>(p, stream);
+  // Tiles of 64 keys where two CTAs share an SM with them.
+  using Wide = Traits<__nv_bfloat16, 256, 256, 64, 1, 4>;
+  if (size_of(p.kv_dtype) == 2 && ctas_per_sm<Wide>(1, false) == Wide::kCtasPerSm) {
+    launch_traits<Wide>(p, stream);
+  } else {
+    launch_traits<Traits<__nv_bfloat16, 256, 256, 32, 1, 4>>(p, stream);
+  }
 }
 
 }  // namespace attnops::fmha

@@ -16,7 +16,7 @@ struct Fp32Layout {
   static constexpr int kWeights = kRows + kTileKeys * kPitch;
   static constexpr int kWeightPitch = kTileKeys + 1;
   static constexpr int kPlaces = round_up(kWeights + kTileRows * kWeightPitch, 4);
-  static constexpr int kWork = kPlaces + Places<kTileKeys, false>::kBytes / 4;
+  static constexpr int kWork = kPlaces + Places<kTileKeys>::kBytes / 4;
   static constexpr int kBytes = 4 * (kWork + 32);
 };
 
@@ -60,7 +60,9 @@ __global__ void __launch_bounds__(kTileThreads)
   using Layout = Fp32Layout<kDim>;
   extern __shared__ __align__(128) float shared[];
   Work& w = *reinterpret_cast<Work*>(shared + Layout::kWork);
-  if (!begin_work<float, kTileKeys>(p, s, w)) return;
+  const bool has_rows = begin_work<kTileKeys>(p, s, w);
+  sm90::clear_padding<float>(p);
+  if (!has_rows) return;
   const int pair = static_cast<int>(threadIdx.x) / kColumns, column = static_cast<int>(threadIdx.x) % kColumns;
 
   for (int i = static_cast<int>(threadIdx.x); i < kTileRows * kDim; i += kTileThreads) {
@@ -83,7 +85,7 @@ __global__ void __launch_bounds__(kTileThreads)
     keys[h] = sm90::keys_of_token(p, w, w.first_token + min_of(token[h], w.num_tokens - 1));
   }
 
-  const Places<kTileKeys, false> places(p, s, rows.k, rows.v, w, reinterpret_cast<char*>(shared + Layout::kPlaces));
+  const Places<kTileKeys> places(p, s, rows.k, rows.v, w, reinterpret_cast<char*>(shared + Layout::kPlaces));
   float* of_keys = shared + Layout::kRows;
   float* weights = shared + Layout::kWeights + 2 * pair * Layout::kWeightPitch;
 #pragma unroll 1
