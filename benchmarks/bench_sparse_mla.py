@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from attnops import ops, reference
 from attnops.metadata import SparseMlaPlan
+from attnops.ops.sparse_mla import sparse_mla_prefill_scratch_size
 from attnops.plan_buffers import MLA_INVARIANT_SPLIT_TOKENS
 from records import RESULTS, Record, version_of, write
 from torch import Tensor
@@ -249,9 +250,8 @@ class SparseBench:
         q = torch.randn(tokens, heads, 576, device=DEVICE, dtype=BF16) * 0.2
         indices = lists_of(1, tokens, TOPK, rows, rows).view(tokens, TOPK)
         out = q.new_empty(tokens, heads, 512)
-        contenders: dict[str, list[Call]] = {
-            "attnops": [lambda: ops.sparse_mla_prefill(q, pool, indices, softmax_scale=SCALE, out=out)]
-        }
+        options = {"softmax_scale": SCALE, "out": out, "scratch": lent(q, pool, TOPK)}
+        contenders: dict[str, list[Call]] = {"attnops": [lambda: ops.sparse_mla_prefill(q, pool, indices, **options)]}
         if "FlashMLA" in self.peers:
             from sgl_kernel.flash_mla import flash_mla_sparse_fwd
 
@@ -372,6 +372,14 @@ def by_head(pool: Tensor) -> Tensor:
 def dequantized(pool: Tensor) -> Tensor:
     """Rows of 656 bytes as bf16 ``[rows, 1, 576]``, for peers that read no others."""
     return reference.unpack_mla_fp8_rows(pool.view(-1, 656)).to(BF16).unsqueeze(1)
+
+
+def lent(q: Tensor, pool: Tensor, topk: int) -> Tensor | None:
+    """Scratch of a prefill over rows of 656 bytes, where it is of use."""
+    if pool.dtype != torch.uint8:
+        return None
+    size = sparse_mla_prefill_scratch_size(q.shape[0], q.shape[1], topk, pool.shape[0] * pool.shape[1])
+    return q.new_empty(size, dtype=torch.uint8) if size > 0 else None
 
 
 def padded(x: Tensor, dim: int) -> Tensor:

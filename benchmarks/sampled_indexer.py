@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from attnops import ops
 from bench_indexer import PAGE, Digest, PagedKeys, Peers, in_rows, random_fp8, selected
-from bench_sparse_mla import BF16, DEVICE, SCALE, Call, SparseBench, dequantized, lists_of, padded, paged_rows
+from bench_sparse_mla import BF16, DEVICE, SCALE, Call, SparseBench, dequantized, lent, lists_of, padded, paged_rows
 from sampled_cells import BF16_FLOPS, READ_BYTES, THIRDS
 from torch import Tensor
 
@@ -109,7 +109,7 @@ class PrefillCell(_Cell):
         lists = lists_of(1, self.tokens, self.k, self.keys, self.keys).view(self.tokens, self.k)
         lengths = None if self.full else some_lengths(self.tokens, self.k, False)
         out = q.new_empty(self.tokens, self.heads, 512)
-        given = {"softmax_scale": SCALE, "topk_length": lengths, "out": out}
+        given = {"softmax_scale": SCALE, "topk_length": lengths, "out": out, "scratch": lent(q, pool, self.k)}
 
         def digest(answer: object) -> Tensor:
             assert isinstance(answer, (tuple, list))

@@ -32,10 +32,12 @@ MLA = ["tests/mla_decode/test_mla_decode_kernels.py"]
 XQA = ["tests/xqa_decode/test_xqa_decode_cuda.py"]
 XQA_INVARIANT = ["tests/xqa_decode/test_xqa_invariant_cuda.py"]
 XQA_MERGES = ["tests/xqa_decode/test_xqa_merges_cuda.py"]
+XQA_CHUNKS = ["tests/xqa_decode/test_chunks.py"]
 XQA_SHORT = ["tests/xqa_decode/test_xqa_short_works_cuda.py"]
 ROWS = ["tests/test_kernel_rows.py"]
 FMHA = ["tests/fmha/test_fmha_cuda.py"]
 FMHA_CUTS = ["tests/fmha/test_split_keys.py"]
+CONVERTED = ["tests/sparse_mla/test_converted_rows.py"]
 SPARSE_MLA = ["tests/sparse_mla/test_sparse_mla_rows.py"]
 COMPRESSED = ["tests/compressed_kv"]
 INDEXER = ["tests/sparse_indexer"]
@@ -104,6 +106,11 @@ SETS = {
         ["tests/sparse_mla/test_share_lists.py"],
         "own_list and 40 or rows_once and 64",
     ),
+    # Rows that are converted once.
+    "memcheck sparse_mla converted": (CONVERTED, "attended_to and 48 or once or scratch"),
+    "racecheck sparse_mla converted": (CONVERTED, "once or more_rows and 48"),
+    "synccheck sparse_mla converted": (CONVERTED, "once or more_rows and 48"),
+    "initcheck sparse_mla converted": (CONVERTED, "once or more_rows and 48"),
     # Short calls in clusters, which merge in shared memory.
     "memcheck sparse_mla clusters": (SPARSE_MLA, "short_calls and 61"),
     "racecheck sparse_mla clusters": (SPARSE_MLA, "short_calls and 584_bytes and 61"),
@@ -119,6 +126,11 @@ SETS = {
     "memcheck xqa_decode pages": (XQA, "test_page_sizes and (1-None or 16-None or 3-None)"),
     "memcheck xqa_decode invariant": (XQA, "test_batch_invariant_bits"),
     "memcheck xqa_decode clusters": (XQA, "test_short_calls"),
+    "memcheck xqa_decode chunks": (
+        XQA_CHUNKS,
+        "(40-cuda or hold_anything or left_out or rows_of_it or goes_this_way) and not replays",
+    ),
+    "racecheck xqa_decode chunks": (XQA_CHUNKS, "(40-cuda or rows_of_it) and not replays"),
     # 16-bit and FP8 pages, up to 8, 16, 32 and 64 rows.
     "racecheck xqa_decode kernels": (XQA, "test_every_kernel and 128 and dtype0 and plain"),
     "racecheck xqa_decode checked": (XQA, "test_every_kernel and 128 and dtype0 and checked"),
@@ -148,6 +160,7 @@ SETS = {
     "racecheck xqa_decode pairs": (XQA, "test_pairs_of_heads and heads0 and not 256"),
     "racecheck xqa_decode splits": (XQA, "test_heads_side_by_side and 11 and (heads0 or heads3)"),
     "racecheck xqa_decode clusters": (XQA, "test_short_calls and (lengths0 or lengths2)"),
+    "racecheck xqa_decode cluster_blocks": (XQA, "test_short_calls and 128 and (lengths3 or lengths5 or lengths6)"),
     "racecheck xqa_decode clusters192": (XQA, "test_short_calls and 192 and 64-lengths"),
     "racecheck xqa_decode cluster_teams": (XQA, "test_clusters_of_every_size and dtype0 and 9 and not heads0"),
     "racecheck xqa_decode cluster_gathers": (XQA, "test_one_request_in_clusters and (1-heads0 or 3-heads2)"),

@@ -26,7 +26,7 @@ class SplitKvPlanner {
     const int64_t budget = part_budget(geometry_, prefix_.back());
     geometry_.whole = longest <= most_whole_tiles(geometry_, budget);
     geometry_.cuts = cuts_of_works(geometry_, budget, tiles_.empty() ? 0 : tiles_[0]);
-    if (geometry_.short_tiles > 0) find_pieces();  // nobody else asks whether cuts are worth their merge
+    find_pieces();
     is_dealt_ = deals_works(geometry_, budget, longest);
     even_ = std::count(tiles_.begin(), tiles_.end(), longest) == geometry.num_requests;
   }

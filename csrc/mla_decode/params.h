@@ -90,4 +90,14 @@ struct HeadMasks {
       : bits(p.tree_mask), stride(p.tree_mask_stride_request), of_group(p.tree_keys) {}
 };
 
+// Of lists without a plan: whether this launch attends to them or another one, as the device has decided by then. In
+// the place of what plans have.
+struct ListTurn {
+  const int32_t* whose;  // null: this one does
+  int own;
+
+  ATTNOPS_HOST_DEVICE explicit ListTurn(const Params& p) : whose(p.semaphores), own(static_cast<int>(p.num_partials)) {}
+  ATTNOPS_HOST_DEVICE bool is_own() const { return whose == nullptr || *whose == own; }
+};
+
 }  // namespace attnops::mla_decode

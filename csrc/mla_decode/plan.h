@@ -12,6 +12,10 @@ inline constexpr int kWorkOverhead = 16;  // what a work costs besides its tiles
 // then looks whether cuts are worth it.
 inline constexpr int kRowsMergedInside = 32, kShortTiles = 2;
 
+// Tiles that a part may have more than its budget, and up to half of it, if then no part has a second piece: that costs
+// as much, of few rows as of many (SplitKvGeometry::more_of_lone).
+inline constexpr int kMoreOfLone = 2;
+
 ATTNOPS_HOST_DEVICE inline int blocks_per_request(int seqlen_q, int num_q_heads) {
   return ceil_div(seqlen_q * num_q_heads, kPlanRows);
 }
@@ -68,7 +72,8 @@ inline SplitKvGeometry plan_geometry(int batch_size, int seqlen_q, int num_q_hea
           .fixed_split_tiles = fixed_split_tokens / kPlanTileTokens,
           .parts_per_group = blocks,
           .even_shares = shares_of_even_works(int64_t{batch_size} * works, num_sm_parts / blocks),
-          .short_tiles = seqlen_q * num_q_heads > kRowsMergedInside ? kShortTiles : 0};
+          .short_tiles = seqlen_q * num_q_heads > kRowsMergedInside ? kShortTiles : 0,
+          .more_of_lone = kMoreOfLone};
 }
 
 }  // namespace attnops::mla_decode

@@ -5,6 +5,7 @@
 #include "mla_decode/checks.h"
 #include "mla_decode/params.h"
 #include "mla_decode/plan.h"
+#include "sparse_mla/convert_rows.h"
 #include "sparse_mla/share_lists.h"
 #include "torch_bindings/check.h"
 #include "torch_bindings/split_kv_checks.h"
@@ -261,6 +262,32 @@ inline void check_head_masks(Tokens& tokens, Params& p, const Arguments& a, cons
   p.tree_mask = address_of<const uint8_t>(*head_masks);
   p.tree_mask_stride_request = head_masks->stride(0);
   p.tree_keys = static_cast<int>(p.num_q_heads / head_groups);
+}
+
+// Memory that prefill may convert rows in.
+struct Scratch {
+  uint8_t* data;
+  int64_t bytes;  // 0: rows stay as they are
+};
+
+// Whether a call's rows may be converted at all.
+inline bool may_convert(const Params& p) {
+  return p.kv_dtype == DType::kUInt8 && !p.shared_rows && p.dtype == DType::kBFloat16 && p.extra.count == 0 &&
+         p.max_logits == nullptr && HeadMasks(p).bits == nullptr && p.batch_size > 0 && p.selected.count > 0 &&
+         p.selected.num_rows > 0;
+}
+
+inline Scratch checked_scratch(const Params& p, const OptionalTensor& scratch, const Tensor& q) {
+  if (!scratch) return {};
+  Dim bytes("scratch_size");
+  TensorCheck(kPrefill, "scratch", *scratch).device_as("q", q).dtype({DType::kUInt8}).shape({bytes}).contiguous();
+  if (!may_convert(p)) return {};
+  const ConvertLayout layout(p.selected.num_rows, p.batch_size, p.selected.count);
+  if (layout.capacity(*bytes) < 1) {
+    fail(kPrefill, "scratch.shape[0] must be at least " + std::to_string(layout.least_bytes()) +
+                       " (lists of q, flags of kv, one row), got " + std::to_string(*bytes));
+  }
+  return {address_of<uint8_t>(*scratch), *bytes};
 }
 
 inline constexpr const char* kShare = "share_lists";

@@ -32,13 +32,14 @@ void sparse_mla_decode(const Tensor& out, const OptionalTensor& lse, const Tenso
   kRun(p, q);
 }
 
-template <void (*kRun)(const Params&, const Tensor&)>
+// The same, by `kRun(params, scratch, q)`.
+template <void (*kRun)(const Params&, const Scratch&, const Tensor&)>
 void sparse_mla_prefill(const Tensor& out, const OptionalTensor& lse, const OptionalTensor& max_logits, const Tensor& q,
                         const OptionalTensor& q_pe, const Tensor& kv, const Tensor& indices,
                         const OptionalTensor& topk_length, const OptionalTensor& extra_kv,
                         const OptionalTensor& extra_indices, const OptionalTensor& extra_topk_length,
                         double softmax_scale, const OptionalTensor& sinks, const OptionalTensor& report,
-                        const OptionalTensor& head_masks, int64_t head_groups) {
+                        const OptionalTensor& head_masks, int64_t head_groups, const OptionalTensor& scratch) {
   Tokens tokens(kPrefill, false);
   const Arguments arguments{.out = out,
                             .lse = lse,
@@ -55,7 +56,7 @@ void sparse_mla_prefill(const Tensor& out, const OptionalTensor& lse, const Opti
   p.max_logits = checked_per_head(arguments, tokens, "max_logits", max_logits);
   check_extra(tokens, p, arguments, {"extra_kv", extra_kv, extra_indices, extra_topk_length});
   check_head_masks(tokens, p, arguments, head_masks, head_groups, extra_kv.has_value());
-  kRun(p, q);
+  kRun(p, checked_scratch(p, scratch, q), q);
 }
 
 }  // namespace attnops::sparse_mla

@@ -66,7 +66,7 @@ void run_head_groups(const Params& params) {
   }
 }
 
-void prefill_on_cpu(const Params& params, const Tensor&) {
+void prefill_on_cpu(const Params& params, const Scratch&, const Tensor&) {
   HeadMasks(params).bits != nullptr ? run_head_groups(params) : run_unplanned_on_cpu(params);
 }
 

@@ -14,6 +14,7 @@
 #include "mla_decode/sm90/launch.h"
 #include "sparse_mla/cuda/share_lists.h"
 #include "sparse_mla/op.h"
+#include "sparse_mla/sm90/convert_rows.h"
 #include "torch_bindings/stream.h"
 
 namespace attnops::sparse_mla {
@@ -122,6 +123,20 @@ void run_on_cuda(const Params& params, const Tensor& q) {
   select_impl("sparse_mla", kListImpls, params).launch(params, current_stream(q));
 }
 
+void prefill_on_cuda(const Params& params, const Scratch& scratch, const Tensor& q) {
+  const OnDevice guard(q);
+  const ListImpl& chosen = select_impl("sparse_mla", kListImpls, params);
+#if defined(ATTNOPS_HAS_SM90)
+  const bool converts = scratch.bytes > 0 && params.num_q_heads > kMostHeadsOfPool;
+  if (converts && chosen.launch == &sm90::fp8_fragments::launch_selected_bf16) {
+    const ConvertedCall call = launch_convert_rows(params, scratch.data, scratch.bytes, current_stream(q));
+    chosen.launch(call.pool, current_stream(q));
+    return sm90::launch_selected_bf16(call.converted, current_stream(q));
+  }
+#endif
+  chosen.launch(params, current_stream(q));
+}
+
 void share_lists_cuda(const Tensor& shared, const Tensor& masks, const Tensor& shared_length, const Tensor& indices,
                       const OptionalTensor& topk_length, int64_t together) {
   const ShareParams p = checked_share(shared, masks, shared_length, indices, topk_length, together);
@@ -136,7 +151,7 @@ STABLE_TORCH_LIBRARY_IMPL(attnops, CUDA, m) {
   m.impl("sparse_mla_plan", TORCH_BOX(&sparse_mla_plan_cuda));
   m.impl("sparse_mla_decode", TORCH_BOX(&sparse_mla_decode<&run_on_cuda>));
   m.impl("share_lists", TORCH_BOX(&share_lists_cuda));
-  m.impl("sparse_mla_prefill", TORCH_BOX(&sparse_mla_prefill<&run_on_cuda>));
+  m.impl("sparse_mla_prefill", TORCH_BOX(&sparse_mla_prefill<&prefill_on_cuda>));
 }
 
 }  // namespace attnops::sparse_mla

@@ -137,14 +137,18 @@ STABLE_TORCH_LIBRARY(attnops, m) {
   // xqa_decode/
   m.def(
       "xqa_decode_plan(Tensor(a!) tile_scheduler_metadata, Tensor(b!) num_splits, Tensor cache_seqlens, int seqlen_q, "
-      "int num_kv_heads, int window_left=-1, int fixed_split_tokens=0, int rows=1) -> ()");
+      "int num_kv_heads, int window_left=-1, int fixed_split_tokens=0, int rows=1, "
+      "int kv_bytes=2) -> ()");
   m.def(
       "xqa_decode(Tensor(a!) out, Tensor(b!)? lse, Tensor q, Tensor k_pages, Tensor v_pages, Tensor page_table, "
       "Tensor? kv_indptr, Tensor cache_seqlens, Tensor tile_scheduler_metadata, Tensor num_splits, "
       "Tensor(c!) out_partial, Tensor(d!) lse_partial, Tensor(e!) semaphores, float softmax_scale, bool causal=True, "
       "int window_left=-1, float logit_cap=0.0, Tensor? sinks=None, Tensor? tree_mask=None, Tensor? k_scale=None, "
       "Tensor? v_scale=None, int fixed_split_tokens=0, Tensor(f!)? report=None, int tree_keys=0, "
-      "Tensor? cu_seqlens_q=None, int max_seqlen_q=0) -> ()");
+      "Tensor? cu_seqlens_q=None, int max_seqlen_q=0, Tensor? table_rows=None) -> ()");
+  m.def(
+      "xqa_decode_chunks(Tensor(a!) chunks, Tensor cu_seqlens_q, Tensor cache_seqlens, int chunk_tokens, "
+      "bool causal=True) -> ()");
 
   // mla_decode/
   m.def(
@@ -172,7 +176,7 @@ STABLE_TORCH_LIBRARY(attnops, m) {
       "sparse_mla_prefill(Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? max_logits, Tensor q, Tensor? q_pe, Tensor kv, "
       "Tensor indices, Tensor? topk_length, Tensor? extra_kv, Tensor? extra_indices, Tensor? extra_topk_length, "
       "float softmax_scale, Tensor? sinks=None, Tensor(d!)? report=None, Tensor? head_masks=None, "
-      "int head_groups=1) -> ()");
+      "int head_groups=1, Tensor(e!)? scratch=None) -> ()");
   m.def(
       "share_lists(Tensor(a!) shared, Tensor(b!) masks, Tensor(c!) shared_length, Tensor indices, "
       "Tensor? topk_length, int together) -> ()");

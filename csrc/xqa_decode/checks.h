@@ -1,6 +1,7 @@
 #pragma once
 #include "torch_bindings/split_kv_checks.h"
 #include "torch_bindings/tree_checks.h"
+#include "xqa_decode/chunks.h"
 #include "xqa_decode/params.h"
 #include "xqa_decode/plan.h"
 
@@ -13,9 +14,10 @@ struct PlanParams {
 
 inline PlanParams checked_plan_params(const Tensor& tile_scheduler_metadata, const Tensor& num_splits,
                                       const Tensor& cache_seqlens, int64_t seqlen_q, int64_t num_kv_heads,
-                                      int64_t window_left, int64_t fixed_split_tokens, int64_t rows) {
+                                      int64_t window_left, int64_t fixed_split_tokens, int64_t rows, int64_t kv_bytes) {
   constexpr const char* kOp = "xqa_decode_plan";
   check_range(kOp, "rows", rows, 1, 1 << 30);
+  check_range(kOp, "kv_bytes", kv_bytes, 1, 4);
   check_range(kOp, "seqlen_q", seqlen_q, 1, kMaxSeqlenQ);
   check_range(kOp, "num_kv_heads", num_kv_heads, 1, 1 << 16);
   check_range(kOp, "window_left", window_left, -1, kMaxWindow);
@@ -24,6 +26,39 @@ inline PlanParams checked_plan_params(const Tensor& tile_scheduler_metadata, con
   return {plan_geometry(tensors.batch_size, static_cast<int>(seqlen_q), static_cast<int>(num_kv_heads),
                         static_cast<int>(window_left), tensors.num_sm_parts, static_cast<int>(fixed_split_tokens)),
           tensors};
+}
+
+// The contract of xqa_decode_chunks, for any device.
+inline ChunkParams checked_chunk_params(const Tensor& chunks, const Tensor& cu_seqlens_q, const Tensor& cache_seqlens,
+                                        int64_t chunk_tokens, bool causal) {
+  constexpr const char* kOp = "xqa_decode_chunks";
+  const auto check = [&](const char* name, const Tensor& tensor) {
+    const TensorCheck tensor_check(kOp, name, tensor);
+    tensor_check.device_as("cu_seqlens_q", cu_seqlens_q);
+    return tensor_check;
+  };
+  Dim bounds("batch_size + 1"), rows("rows", 3, "a chunk"), width("max_chunks + 1");
+  check("cu_seqlens_q", cu_seqlens_q)
+      .dtype({DType::kInt32})
+      .shape({bounds})
+      .size_at_least(0, "batch_size + 1", 1, "a batch has a beginning")
+      .contiguous();
+  Dim requests("batch_size", *bounds - 1, "cu_seqlens_q");
+  check("cache_seqlens", cache_seqlens).dtype({DType::kInt32}).shape({requests}).contiguous();
+  check("chunks", chunks)
+      .dtype({DType::kInt32})
+      .shape({rows, width})
+      .size_at_least(1, "max_chunks + 1", 1, "chunks end somewhere")
+      .contiguous();
+  check_range(kOp, "chunks.shape[1] (max_chunks + 1)", *width, 1, kMostChunks + 1);
+  check_range(kOp, "chunk_tokens", chunk_tokens, 1, 1 << 20);
+  return {.cu_seqlens_q = static_cast<const int32_t*>(cu_seqlens_q.const_data_ptr()),
+          .cache_seqlens = static_cast<const int32_t*>(cache_seqlens.const_data_ptr()),
+          .chunks = static_cast<int32_t*>(chunks.mutable_data_ptr()),
+          .num_requests = requests.as_int(),
+          .max_chunks = static_cast<int>(*width - 1),
+          .chunk_tokens = static_cast<int>(chunk_tokens),
+          .causal = causal};
 }
 
 // The arguments of xqa_decode, by name.
@@ -53,8 +88,19 @@ struct Arguments {
   const OptionalTensor& report = kAbsent;
   int64_t tree_keys = 0;  // 0: as many as new tokens
   const OptionalTensor& cu_seqlens_q = kAbsent;
-  int64_t max_seqlen_q = 0;  // with cu_seqlens_q alone
+  int64_t max_seqlen_q = 0;                    // with cu_seqlens_q alone
+  const OptionalTensor& table_rows = kAbsent;  // the same
 };
+
+// Which rows of the page table the requests of a ragged batch have.
+struct TableRows {
+  const int32_t* of_request;  // [B], or null: a row a request
+  int64_t count;              // of the table
+};
+
+inline TableRows table_rows_of(const Tensor& page_table, const OptionalTensor& table_rows) {
+  return {data_or_null<const int32_t>(table_rows), table_rows ? page_table.size(0) : 0};
+}
 
 // The op's whole contract, checked once for all devices. Params exist only when the arguments are right. The good path
 // builds no message: a call on a GPU has microseconds for all of this.
@@ -93,6 +139,7 @@ class Checker {
     if (!a_.cu_seqlens_q) {
       if (a_.max_seqlen_q)
         fail(kOp, "max_seqlen_q must be 0 without cu_seqlens_q, got " + std::to_string(a_.max_seqlen_q));
+      if (a_.table_rows) fail(kOp, "table_rows must be absent without cu_seqlens_q");
       return;
     }
     check_range(kOp, "max_seqlen_q", a_.max_seqlen_q, 1, kMaxSeqlenQ);
@@ -165,11 +212,20 @@ class Checker {
       Dim num_indices("num_indices"), bounds("batch_size + 1", *batch_size_ + 1, "q");
       check("page_table", a_.page_table).dtype({DType::kInt32}).shape({num_indices}).contiguous();
       check("kv_indptr", *a_.kv_indptr).dtype({DType::kInt32}).shape({bounds}).contiguous();
+      if (a_.table_rows) fail(kOp, "table_rows must be absent with kv_indptr, whose requests begin where they like");
     } else {
-      Dim max_pages("max_pages");
-      check("page_table", a_.page_table).dtype({DType::kInt32}).shape({batch_size_, max_pages}).dense_last();
+      Dim max_pages("max_pages"), rows("table_rows");
+      Dim& requests = a_.table_rows ? rows : batch_size_;
+      check("page_table", a_.page_table).dtype({DType::kInt32}).shape({requests, max_pages}).dense_last();
+      if (a_.table_rows) check_table_rows(*rows);
     }
     check("cache_seqlens", a_.cache_seqlens).dtype({DType::kInt32}).shape({batch_size_}).contiguous();
+  }
+
+  // Several requests may have one row.
+  void check_table_rows(int64_t rows) {
+    check("table_rows", *a_.table_rows).dtype({DType::kInt32}).shape({batch_size_}).contiguous();
+    check_range(kOp, "page_table.shape[0] (table_rows)", rows, *batch_size_ > 0 ? 1 : 0, INT32_MAX);
   }
 
   void check_plan() {

@@ -3,8 +3,11 @@
 
 namespace attnops::xqa_decode {
 
-// The op on any device, in the schema's order: checked, then run by `kRun(params, q)`.
-template <void (*kRun)(const Params&, const Tensor&)>
+// Runs checked arguments on the device of q.
+using Run = void (*)(const Params& params, const Tensor& q, const TableRows& rows);
+
+// The op on any device, in the schema's order: checked, then run by `kRun`.
+template <Run kRun>
 void xqa_decode(const Tensor& out, const OptionalTensor& lse, const Tensor& q, const Tensor& k_pages,
                 const Tensor& v_pages, const Tensor& page_table, const OptionalTensor& kv_indptr,
                 const Tensor& cache_seqlens, const Tensor& tile_scheduler_metadata, const Tensor& num_splits,
@@ -12,7 +15,7 @@ void xqa_decode(const Tensor& out, const OptionalTensor& lse, const Tensor& q, c
                 bool causal, int64_t window_left, double logit_cap, const OptionalTensor& sinks,
                 const OptionalTensor& tree_mask, const OptionalTensor& k_scale, const OptionalTensor& v_scale,
                 int64_t fixed_split_tokens, const OptionalTensor& report, int64_t tree_keys,
-                const OptionalTensor& cu_seqlens_q, int64_t max_seqlen_q) {
+                const OptionalTensor& cu_seqlens_q, int64_t max_seqlen_q, const OptionalTensor& table_rows) {
   check_tree_keys_have_mask("xqa_decode", tree_keys, tree_mask.has_value());
   kRun(checked_params({.out = out,
                        .lse = lse,
@@ -39,8 +42,9 @@ void xqa_decode(const Tensor& out, const OptionalTensor& lse, const Tensor& q, c
                        .report = report,
                        .tree_keys = tree_keys,
                        .cu_seqlens_q = cu_seqlens_q,
-                       .max_seqlen_q = max_seqlen_q}),
-       q);
+                       .max_seqlen_q = max_seqlen_q,
+                       .table_rows = table_rows}),
+       q, table_rows_of(page_table, table_rows));
 }
 
 }  // namespace attnops::xqa_decode

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <string>
+#include <vector>
 
 #include "cpu/isa.h"
 #include "cpu/partials.h"
@@ -17,9 +18,9 @@ namespace {
 
 void xqa_decode_plan_cpu(const Tensor& tile_scheduler_metadata, const Tensor& num_splits, const Tensor& cache_seqlens,
                          int64_t seqlen_q, int64_t num_kv_heads, int64_t window_left, int64_t fixed_split_tokens,
-                         int64_t rows) {
+                         int64_t rows, int64_t kv_bytes) {
   const PlanParams plan = checked_plan_params(tile_scheduler_metadata, num_splits, cache_seqlens, seqlen_q,
-                                              num_kv_heads, window_left, fixed_split_tokens, rows);
+                                              num_kv_heads, window_left, fixed_split_tokens, rows, kv_bytes);
   attnops::cpu::SplitKvPlanner(plan.geometry, plan.tensors.cache_seqlens)
       .write(plan.tensors.tile_scheduler_metadata, plan.tensors.num_splits);
 }
@@ -108,12 +109,53 @@ void run_cpu(Params params) {
 
 namespace {
 
-void run_on_cpu(const Params& params, const Tensor&) { run_cpu(params); }
+// Every request gets a row of its own: a copy of the cells that it has.
+void run_on_cpu(const Params& params, const Tensor&, const TableRows& rows) {
+  if (rows.of_request == nullptr) return run_cpu(params);
+  Params apart = params;
+  const int64_t width = params.page_table.max_pages;
+  std::vector<int32_t> cells(params.batch_size * width);
+  for (int b = 0; b < params.batch_size; ++b) {
+    const int row = rows.of_request[b];
+    if (row < 0 || row >= rows.count) {
+      fail("xqa_decode", "table_rows[" + std::to_string(b) + "] must be in [0, " + std::to_string(rows.count) +
+                             ") (rows of page_table), got " + std::to_string(row));
+    }
+    std::memcpy(cells.data() + b * width, params.page_table.row(row), width * sizeof(int32_t));
+  }
+  apart.page_table.cells = cells.data(), apart.page_table.stride_request = width;
+  run_cpu(apart);
+}
+
+// As the kernel of cuda/chunks.cu, but that a batch that makes no sense is an error.
+void xqa_decode_chunks_cpu(const Tensor& chunks, const Tensor& cu_seqlens_q, const Tensor& cache_seqlens,
+                           int64_t chunk_tokens, bool causal) {
+  constexpr const char* kOp = "xqa_decode_chunks";
+  const ChunkParams p = checked_chunk_params(chunks, cu_seqlens_q, cache_seqlens, chunk_tokens, causal);
+  int64_t count = 0;
+  for (int b = 0; b < p.num_requests; ++b) {
+    const int begin = p.cu_seqlens_q[b], end = p.cu_seqlens_q[b + 1];
+    if (begin < 0 || end < begin) {
+      fail(kOp, "cu_seqlens_q[" + std::to_string(b + 1) + "] must be at least " + std::to_string(max_of(begin, 0)) +
+                    ", got " + std::to_string(end));
+    }
+    const int own = num_chunks(end - begin, p.chunk_tokens, p.max_chunks + 1);
+    count += own;
+    if (count > p.max_chunks) {
+      fail(kOp, "chunks.shape[1] must be more than the " + std::to_string(count) + " chunks of the first " +
+                    std::to_string(b + 1) + " requests, got " + std::to_string(p.max_chunks + 1));
+    }
+    for (int i = 0; i < own; ++i)
+      write_chunk(p, b, begin, end, p.cache_seqlens[b], static_cast<int>(count) - own + i, i);
+  }
+  for (int64_t at = count; at <= p.max_chunks; ++at) write_no_chunk(p, static_cast<int>(at));
+}
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(attnops, CPU, m) {
   m.impl("xqa_decode_plan", TORCH_BOX(&xqa_decode_plan_cpu));
+  m.impl("xqa_decode_chunks", TORCH_BOX(&xqa_decode_chunks_cpu));
   m.impl("xqa_decode", TORCH_BOX(&xqa_decode<&run_on_cpu>));
 }
 

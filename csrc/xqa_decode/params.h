@@ -32,7 +32,10 @@ struct Params {
 
   // The plan (scheduler/split_kv.h): works_per_request = num_kv_heads, rows of a work = (token, head in group).
   const int32_t* tile_scheduler_metadata;  // [num_sm_parts, 8]
-  const int32_t* num_splits;               // [B + 1], cuts before request b (batch-invariant mode)
+  union {
+    const int32_t* num_splits;  // [B + 1], cuts before request b (batch-invariant mode)
+    const int32_t* table_rows;  // [B], of a ragged batch on a GPU: rows of the page table, or null: a row a request
+  };
   int num_sm_parts;
   int fixed_split_tokens;  // 0: balanced; below 0: a CutRule
   float* out_partial;      // [num_partials, S_q * group, D]
@@ -64,7 +67,10 @@ struct Params {
 
   int64_t num_semaphores;  // at least B * H_kv
 
-  int tree_keys;  // keys that tree_mask is over, at least S_q
+  union {
+    int tree_keys;       // keys that tree_mask is over, at least S_q
+    int num_table_rows;  // of a ragged batch on a GPU, with table_rows
+  };
 };
 
 using LaunchFunction = void(const Params& params, CUstream_st* stream);

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from attnops.graph_buffers import PagedStep
-from attnops.metadata.fmha_plan import FmhaPlan, tokens_for_decode
+from attnops.metadata.fmha_plan import (
+    MOST_CHUNKS_FOR_EACH,
+    ChunkTensors,
+    DecodeChunks,
+    FmhaPlan,
+    chunks_for_decode,
+    tokens_for_decode,
+)
 from attnops.metadata.plan import MLA_ROWS_PER_WORK, MlaDecodePlan, XqaDecodePlan
 from attnops.metadata.plan_parts import mla_num_sm_parts, suits_prefill, xqa_invariant_cuts, xqa_num_sm_parts
 from attnops.types import AttentionBatch, AttentionSpec, AttentionType, Limits
@@ -180,41 +187,50 @@ class FmhaPlans:
         windows = spec.windows if windows is None else windows
         self._whole = _fmha_plans(spec, limits.max_num_tokens, size, windows, device)
         self._spec, self._limits, self._device, self._max_batch_size = spec, limits, device, size
-        self._decode: dict[int, DecodePlans] = {}  # by tokens of a request, where they are few
+        self._decode: dict[DecodeChunks, DecodePlans] = {}  # by tokens of a request, where they are few, or of a chunk
+        self._chunks: Tensor | None = None  # memory of the chunks of any step
 
     def views(self, batch_size: int, num_tokens: int, max_seqlen_q: int = 0) -> dict[int, FmhaPlan]:
         """A plan per window, of as many tiles as a step of this shape can have, whatever its lengths.
 
         `max_seqlen_q`: No request brings more tokens; 0: unknown. A step of few may go by `xqa_decode`'s kernels.
         """
-        few = self._decode_plan(batch_size, self.decode_tokens(max_seqlen_q))
-        return {
-            window: dataclasses.replace(_tiles_of(plan, batch_size, num_tokens), decode=few if window < 0 else None)
-            for window, plan in self._whole.items()
-        }
+        way = self.decode_way(batch_size, num_tokens, max_seqlen_q)
+        few, chunks = (None, None) if way is None else self._decode_plan(batch_size, way)
+        views = {}
+        for window, plan in self._whole.items():
+            views[window] = _tiles_of(plan, batch_size, num_tokens)
+            if window < 0:
+                views[window] = dataclasses.replace(views[window], decode=few, chunks=chunks)
+        return views
 
-    def decode_tokens(self, max_seqlen_q: int) -> int:
-        """Query tokens of a request that the plans of `xqa_decode` in such a step's views are for; 0: without them.
+    def decode_way(self, batch_size: int, num_tokens: int, max_seqlen_q: int) -> DecodeChunks | None:
+        """What the plans of `xqa_decode` in such a step's views are for: its requests, or chunks of them. None: without
+        them.
 
         Steps of one shape have the same views where this is the same.
         """
         spec = self._spec
-        if -1 not in self._whole or spec.is_mla or spec.attn_type is not AttentionType.DECODER:
-            return 0
-        if spec.head_dim != spec.v_head_dim:
-            return 0
-        heads = (spec.num_q_heads, spec.num_kv_heads, spec.head_dim)
-        return tokens_for_decode(max_seqlen_q, *heads, not spec.deterministic, self._device)
-
-    def _decode_plan(self, batch_size: int, tokens: int) -> XqaDecodePlan | None:
-        if not batch_size or not tokens:
+        if -1 not in self._whole or spec.is_mla or spec.attn_type is not AttentionType.DECODER or not batch_size:
             return None
-        spec = self._spec
-        if tokens not in self._decode:
-            self._decode[tokens] = DecodePlans(spec, self._limits, self._max_batch_size, tokens, self._device)
-        plan = self._decode[tokens].views(batch_size).get(-1)
+        if spec.head_dim != spec.v_head_dim:
+            return None
+        options = (spec.num_q_heads, spec.num_kv_heads, spec.head_dim, not spec.deterministic, self._device)
+        tokens = tokens_for_decode(max_seqlen_q, *options)
+        return DecodeChunks(tokens, 0) if tokens else chunks_for_decode(num_tokens, batch_size, max_seqlen_q, *options)
+
+    def _decode_plan(self, batch_size: int, way: DecodeChunks) -> tuple[XqaDecodePlan | None, ChunkTensors | None]:
+        most = self._max_batch_size * (MOST_CHUNKS_FOR_EACH if way.number else 1)
+        kind = DecodeChunks(way.tokens, min(way.number, 1))
+        if kind not in self._decode:
+            self._decode[kind] = DecodePlans(self._spec, self._limits, most, way.tokens, self._device)
+        plan = self._decode[kind].views(way.number or batch_size).get(-1)
         assert plan is None or isinstance(plan, XqaDecodePlan)
-        return plan
+        if not way.number:
+            return plan, None
+        if self._chunks is None:
+            self._chunks = torch.zeros(3 * (most + 1), dtype=torch.int32, device=self._device)
+        return plan, ChunkTensors.within(self._chunks, way.number, batch_size)
 
 
 class BlockBuffers:

@@ -19,7 +19,7 @@ MODEL = Model("gqa", AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=32, p
     ("hopper", "tokens"),
     [
         (False, {1: None, 2: None, 3: None, 7: None, 9: None}),
-        (True, {1: 1, 2: 2, 3: 4, 4: 4, 7: 8, 9: 16, 17: None, 40: None}),
+        (True, {1: 1, 2: 2, 3: 4, 4: 4, 7: 8, 9: 16, 17: (4, 2), 40: (4, 2)}),
     ],
 )
 def test_steps_share_views_unless_they_go_by_other_kernels(hopper, tokens, monkeypatch):
@@ -31,6 +31,7 @@ def test_steps_share_views_unless_they_go_by_other_kernels(hopper, tokens, monke
     views = {}
     for most, expected in tokens.items():
         step = steps.step(dataclasses.replace(batch, max_seqlen_q=most), buffers.step(batch))
-        decode = step.plans[-1].decode
-        assert (None if decode is None else decode.seqlen_q) == expected
+        decode, chunks = step.plans[-1].decode, step.plans[-1].chunks
+        found = None if decode is None else decode.seqlen_q
+        assert (found if chunks is None else (found, decode.batch_size)) == expected
         assert views.setdefault(expected, step) is step

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <map>
 #include <random>
 #include <utility>
@@ -126,8 +127,11 @@ void check(int seed) {
   const int group = p.num_q_heads / p.num_kv_heads;
   std::map<std::pair<int, int>, std::vector<std::pair<int, int>>> tiles;  // of a token and head
   const auto decode = [&](int index) {
-    Work w{};
-    if (!decode_work<kKeys>(p, s, b.cuts, index, w)) w.num_tokens = -1;
+    Work w{}, plain{};  // as all kernels have it, and those of plain calls alone
+    const bool exists = decode_work<kKeys>(p, s, b.cuts, index, w);
+    EXPECT((decode_work<kKeys, true>(p, s, b.cuts, index, plain)) == exists);
+    EXPECT(std::memcmp(&w, &plain, sizeof(Work)) == 0);
+    if (!exists) w.num_tokens = -1;
     return w;
   };
   bool ended = false;

@@ -13,7 +13,7 @@ MODES = """all keys; alone; alone in a backend; balanced; batch-invariant; captu
 fault; e5m2; fp8; fp8 products; fp8 queries; graph runner; mla e4m3; 656-byte rows; page table; piecewise
 runner; hidden keys; plain; rope apart; scales of fp8; scales of plain keys; segment runner; sinks; soft
 cap; tree; tree with blind tokens; tree over more keys; verify with a tree; ragged tokens; window; window pool; lists of
-rows; rounded keys; many requests; cut prompts"""
+rows; rounded keys; many requests; cut prompts; chunks of tokens"""
 COMPAT = [
     "BatchDecodeWithPagedKVCacheWrapper",
     "chunk_gated_delta_rule",

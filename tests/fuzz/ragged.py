@@ -41,7 +41,8 @@ def right(draw: Draw) -> None:
         kv_dtype = FP8 if kv_dtype in FP8_KINDS else dtype
         dim = max(dim // 16 * 16, 16)
         most = max(min(most, (64 if dim <= 128 else 32) * kv_heads // heads), 1)
-    counts = [draw.number(0, most) for _ in range(batch)]
+    chunked = draw.chance(0.3)  # requests have more tokens, and are cut
+    counts = [draw.number(0, 4 * most if chunked and draw.chance(0.3) else most) for _ in range(batch)]
     budget = 60_000 if on_cpu else 1_000_000
     longest = max(min(budget // (kv_heads * dim * batch), 4000 if on_cpu else 20_000), 8)
     lengths = draw.lengths(batch, min(longest, 200) if draw.chance(0.5) else longest)
@@ -72,8 +73,13 @@ def right(draw: Draw) -> None:
     if fixed > 0:
         fixed = max(fixed, 64 * -(-max(lengths, default=0) // (64 * 256)))
     parts = None if draw.chance(0.3) else draw.number(1, 9) if on_cpu else draw.pick([1, 2, 7, 33, 132])
+    chunks = None
+    if chunked:
+        count = sum(-(-tokens // most) for tokens in counts) + draw.pick([0, 0, 1, 5])
+        chunks = torch.full((3, count + 1), -1, dtype=torch.int32, device=draw.device)
+        ops.xqa_decode_chunks(chunks, bounds, seqlens, most, causal=rules.causal)
     plan = XqaDecodePlan.allocate(
-        batch,
+        batch if chunks is None else chunks.shape[1] - 1,
         num_q_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=dim,
@@ -86,9 +92,12 @@ def right(draw: Draw) -> None:
     )
     plan.out_partial.fill_(math.nan)
     plan.lse_partial.fill_(math.nan)
+    if chunks is not None:
+        bounds, seqlens = chunks[0], chunks[1, :-1]
+        draw.saw("op xqa_decode_chunks", "mode chunks of tokens")
     ops.xqa_decode_plan(plan, seqlens)
-    csr = draw.chance(0.4)
-    draw.note(fixed=fixed, parts=parts, csr=csr)
+    csr = chunks is None and draw.chance(0.4)
+    draw.note(fixed=fixed, parts=parts, csr=csr, chunks=chunks is not None)
     draw.saw("mode ragged tokens", "op xqa_decode", mode_of_pages(kv_dtype))
     table = {"page_table": paging.indices, "kv_indptr": paging.indptr} if csr else {"page_table": paging.table}
     options = {name: value for name, value in call_options(draw, rules).items() if name != "window_left"}
@@ -99,6 +108,7 @@ def right(draw: Draw) -> None:
     lse = Guarded(draw, tuple(q.shape[:2]), torch.float32, dense=True) if draw.chance(0.8) else None
     given = {"q": q, "k_pages": k_pages, "v_pages": v_pages, **table, "cache_seqlens": seqlens, "plan": plan}
     given |= {"cu_seqlens_q": bounds, **options, "report": report}
+    given |= {"table_rows": None if chunks is None else chunks[2, :-1]}
     ops.xqa_decode(**given, out=out.view, lse=None if lse is None else lse.view)
     check_attention(draw, out.view, None if lse is None else lse.view, answer)
     check_no_fault(report)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from attnops import ops
 from attnops.metadata import SparseMlaPlan
+from attnops.ops.sparse_mla import _scratch_size
 from attnops.report import first_fault, new_report
 from sparse_calls import KINDS, SCALE, Lists, SparseProblem, lse_tolerance, sparse_problem
 
@@ -163,6 +164,7 @@ def right_prefill(draw: Draw) -> None:
         sizes = [n for n in (1, 2, 3, 4, 8) if len(q) % n == 0 and (draw.device == "cpu" or n * q.shape[1] <= 64)]
         if sizes and (draw.device == "cpu" or (q.dtype != torch.float32 and kv.dtype == q.dtype)):
             return _prefill_together(draw, problem, kv, draw.pick(sizes))
+    scratch = _scratch(draw, q, kv, lists.indices.flatten(0, 1)) if draw.chance(0.5) else None
     ops.sparse_mla_prefill(
         q,
         kv,
@@ -176,11 +178,24 @@ def right_prefill(draw: Draw) -> None:
         extra_kv=None if extra is None else extra.kv_pages,
         extra_indices=None if extra is None else extra.indices.flatten(0, 1),
         extra_topk_length=None if extra is None or extra.lengths is None else extra.lengths.flatten(),
+        scratch=None if scratch is None else scratch.view,
     )
+    if scratch is not None:
+        scratch.check("scratch")
     _judge(draw, problem, out.view, lse.view, most.view if with_most else None)
     out.check("out")
     lse.check("lse")
     most.check("max_logits")
+
+
+def _scratch(draw: Draw, q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor) -> Guarded:
+    """For all listed rows, or for a few, where the pool's are attended to. NaN in each byte: none is read unwritten."""
+    draw.saw("mode scratch")
+    rows = len(kv) if kv.dim() == 2 else len(kv) * kv.shape[1]
+    size = _scratch_size(indices.numel(), rows, draw.pick([1, 3, 1 << 17])) if len(q) and rows else draw.number(0, 9)
+    scratch = Guarded(draw, (max(size, 0),), torch.uint8, dense=True)
+    scratch.view.fill_(0xFF)
+    return scratch
 
 
 def _prefill_together(draw: Draw, problem: SparseProblem, kv: torch.Tensor, together: int) -> None:

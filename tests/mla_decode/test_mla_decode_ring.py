@@ -14,8 +14,8 @@ LENGTHS = [2053, 1, 0, 3000, 64 * 30, 64]
 DTYPES = [torch.float16, torch.bfloat16]
 
 
-def check(dtype, page_size=64, num_q_heads=128, seqlen_q=1, scale=SCALE, **options):
-    problem = mla_problem(LENGTHS, seqlen_q, num_q_heads=num_q_heads, page_size=page_size, dtype=dtype)
+def check(dtype, page_size=64, num_q_heads=128, seqlen_q=1, scale=SCALE, lengths=LENGTHS, **options):
+    problem = mla_problem(lengths, seqlen_q, num_q_heads=num_q_heads, page_size=page_size, dtype=dtype)
     options.setdefault("num_sm_parts", 2)  # of many tiles
     out, lse = decode(problem.to("cuda"), softmax_scale=scale, **options)
     masks = {name: options[name] for name in ("causal",) if name in options}
@@ -36,6 +36,16 @@ def test_page_sizes(dtype, page_size):
 def test_parts_share_works(num_sm_parts, heads, tokens):
     """In groups for two, three and five blocks of rows, or without."""
     check(torch.bfloat16, num_sm_parts=num_sm_parts, num_q_heads=heads, seqlen_q=tokens)
+
+
+@pytest.mark.parametrize("page_size", [64, 128, 320])
+@pytest.mark.parametrize("heads, tokens", [(128, 1), (40, 4), (24, 8)])
+@pytest.mark.parametrize("num_sm_parts", [2, 6, 12])
+def test_many_short_works(num_sm_parts, heads, tokens, page_size):
+    """Works of one tile, of none and of several in turns: the ring has the queries of the next ones in it."""
+    lengths = [64, 1, 0, 63, 65, 130, 0, 0, 200, 2, 64, 7, 500, 64, 1, 321, 0, 128]
+    for dtype in DTYPES:
+        check(dtype, page_size, heads, tokens, lengths=lengths, num_sm_parts=num_sm_parts)
 
 
 @pytest.mark.parametrize("heads, tokens", [(128, 2), (70, 1), (65, 3), (16, 5), (24, 8), (90, 2), (110, 4), (97, 7)])

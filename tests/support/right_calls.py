@@ -68,6 +68,12 @@ def ops_calls() -> dict[str, Call]:
     new = torch.randn(4, 2, 64).bfloat16()
     arguments: dict[str, dict[str, Any]] = speculation_arguments() | {
         "xqa_decode_plan": {"plan": make_plan(gqa), "cache_seqlens": gqa.cache_seqlens},
+        "xqa_decode_chunks": {
+            "chunks": torch.zeros(3, 9, dtype=torch.int32),
+            "cu_seqlens_q": gqa.cu_seqlens_q,
+            "cache_seqlens": gqa.cache_seqlens,
+            "chunk_tokens": 2,
+        },
         "xqa_decode": paged | sinks | {"plan": make_plan(gqa), "out": torch.empty_like(gqa.q), "lse": torch.ones(3, 8)},
         "mla_decode_plan": {"plan": plan_for(mla), "cache_seqlens": mla.cache_seqlens},
         "mla_decode": latents | {"plan": plan_for(mla), "softmax_scale": 0.1, "sinks": torch.zeros(5)},

@@ -44,6 +44,7 @@ GEOMETRIES = st.fixed_dictionaries(
         "even_shares": st.sampled_from([0, 0, 1, 3, 120]),
         "short_tiles": st.sampled_from([0, 2, 8]),
         "more_of_lone": st.sampled_from([0, 4]),
+        "whole_overhead": st.sampled_from([0, 4]),
     }
 )
 
@@ -113,7 +114,7 @@ def test_balanced_plan(lengths, shape):
     whole = looks and all((begin, end) == (0, tiles[work]) for part in pieces for work, begin, end in part)
     least = 2 if budget >= 4 * TILE_COST else 1  # of a piece that a cut makes
     more = max(tiles, default=0) if whole else 2 if looks else 2 * (least - 1)
-    more = max(more, shape.get("more_of_lone", 0) if looks else 0)
+    more = max(more, shape.get("more_of_lone", 0))
     for part in pieces:
         assert sum(end - begin for _, begin, end in part) <= -(-budget // TILE_COST) + more
         for work, begin, end in part:
@@ -144,10 +145,10 @@ def test_balanced_plan(lengths, shape):
 
 
 @settings(max_examples=300, deadline=None)
-@given(LENGTHS, GEOMETRIES, st.integers(0, 6))
-def test_every_share_has_one_piece_where_that_costs_little(lengths, shape, more):
+@given(LENGTHS, GEOMETRIES, st.integers(0, 6), st.sampled_from([0, 2]))
+def test_every_share_has_one_piece_where_that_costs_little(lengths, shape, more, short_tiles):
     """Works that are no more than the shares are cut into equal pieces, as few as have no more tiles than may be."""
-    shape = shape | {"even_shares": 0, "short_tiles": 2, "more_of_lone": more}
+    shape = shape | {"even_shares": 0, "short_tiles": short_tiles, "more_of_lone": more}
     geometry = _scheduler.SplitKvGeometry(**shape, tile_tokens=TILE_TOKENS)
     tiles = works_of(geometry, lengths)
     pieces = [pieces_of(entry, tiles) for entry in _scheduler.plan_split_kv(geometry, lengths)]
@@ -272,9 +273,12 @@ def test_shares_of_even_works_leave_them_whole_where_a_few_parts_less_do():
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    "heads, blocks, group", [(128, 2, 2), (64, 1, 1), (180, 3, 3), (400, 7, 7), (960, 15, 3), (700, 11, 1)]
+    "heads, blocks, group",
+    [(128, 2, 2), (64, 1, 1), (33, 1, 1), (32, 1, 1), (5, 1, 1), (180, 3, 3), (400, 7, 7), (960, 15, 3), (700, 11, 1)],
 )
-@pytest.mark.parametrize("lengths", [[640] * 20, [640] * 19 + [704], [700] * 40, [5] * 39 + [900], []], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [[640] * 20, [640] * 19 + [704], [700] * 40, [5] * 39 + [900], [2000, 900, 60], []], ids=str
+)
 def test_mla_plans_look_for_even_batches(lengths, heads, blocks, group, device):
     """Parts come in groups: for the smallest number that divides a request's blocks of rows and the parts."""
     plan = MlaDecodePlan.allocate(len(lengths), num_q_heads=heads, num_sm_parts=42, device=device)
@@ -287,7 +291,8 @@ def test_mla_plans_look_for_even_batches(lengths, heads, blocks, group, device):
         work_overhead=16,  # csrc/mla_decode/plan.h
         parts_per_group=group,
         even_shares=_scheduler.shares_of_even_works(len(lengths) * blocks // group, 42 // group),
-        short_tiles=2,
+        short_tiles=2 if heads > 32 else 0,
+        more_of_lone=2,
     )
     rows = [[getattr(entry, name) for name in FIELDS] for entry in _scheduler.plan_split_kv(geometry, lengths)]
     assert plan.tile_scheduler_metadata.tolist() == rows
@@ -424,6 +429,7 @@ def tiles_of_parts(lengths: list[int], parts: int) -> list[list[tuple[int, int]]
         work_overhead=16,
         even_shares=_scheduler.shares_of_even_works(len(lengths), parts),
         short_tiles=2,
+        more_of_lone=2,
     )
     tiles = works_of(geometry, lengths)
     shares = [pieces_of(entry, tiles) for entry in _scheduler.plan_split_kv(geometry, lengths)]
@@ -442,6 +448,11 @@ def test_even_works_that_shares_hold_twice_are_cut_into_equal_pieces():
     assert tiles_of_parts([394] * 24, 66) == [[(work, n)] for work in range(24) for n in (3, 4)]
     assert tiles_of_parts([300] * 33, 66) == [[(work, n)] for work in range(33) for n in (2, 3)]
     assert tiles_of_parts([190] * 2, 44) == [[(work, 1)] for work in range(2) for _ in range(3)]
+
+
+def test_second_pieces_must_be_worth_two_tiles():
+    assert tiles_of_parts([64 * 20, 64 * 9, 64 * 4], 7) == [[(0, 5)]] * 4 + [[(1, 5)], [(1, 4)], [(2, 4)]]
+    assert any(len(part) > 1 for part in tiles_of_parts([64 * 20, 64 * 9, 64 * 4], 3)), "a share has 11"
 
 
 def test_works_that_nearly_fill_the_parts_stay_whole():
@@ -466,3 +477,14 @@ def test_wide_heads_fill_an_sm_with_fewer_rows(monkeypatch, head_dim, rows, page
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: h200)
     cuda = torch.device("cuda")
     assert xqa_num_sm_parts(cuda, 50, 1, rows=rows, head_dim=head_dim, page_size=page_size) == parts
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "rows", "page_size", "parts"),
+    [(128, 16, 64, 396), (80, 8, None, 396), (128, 8, 5, 264), (64, 8, 64, 264), (192, 8, 64, 264), (128, 17, 64, 264)],
+)
+def test_batch_invariant_shares_are_more_where_fp8_cuts_are_folded(monkeypatch, head_dim, rows, page_size, parts):
+    h200 = types.SimpleNamespace(multi_processor_count=132, major=9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: h200)
+    options = {"rows": rows, "head_dim": head_dim, "page_size": page_size, "fixed_split_tokens": -8}
+    assert xqa_num_sm_parts(torch.device("cuda"), 50, 1, kv_dtype=torch.float8_e4m3fn, **options) == parts

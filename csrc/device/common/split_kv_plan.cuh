@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kThreads)
     num_splits[g.num_requests] = splits_before(all.cuts);
   }
   const int64_t budget = part_budget(g, total);
-  if (!kFixed && g.short_tiles > 0) {
+  if (!kFixed && (g.short_tiles > 0 || g.more_of_lone > 0)) {
     g.whole = all.longest <= most_whole_tiles(g, budget);
     g.cuts = cuts_of_works(g, budget, tiles[0]);  // there is one: batches of few go elsewhere
     // Every warp counts for itself.

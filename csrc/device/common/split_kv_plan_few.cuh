@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kThreads)
   int64_t through = warp_inclusive_sum(cost, g.num_requests, lane);
   const int64_t total = __shfl_sync(~0u, through, max_of(g.num_requests - 1, 0));
   const int64_t budget = part_budget(g, total);
-  if (!kFixed && g.short_tiles > 0) {
+  if (!kFixed && (g.short_tiles > 0 || g.more_of_lone > 0)) {
     g.whole = !__any_sync(~0u, count > most_whole_tiles(g, budget));
     g.cuts = cuts_of_works(g, budget, first_count);
     const auto pieces_of = [&](int most) { return g.works_per_request * ceil_div(count, most); };

@@ -95,7 +95,7 @@ class Attention {
   __device__ __forceinline__ void set_ranges() {
     const int own = warp_row_ * s_.pack_inverse >> 16, first = min_of(own, w_.num_tokens - 1);
     const int last = min_of((warp_row_ + Tr::kWarpRows - 1) * s_.pack_inverse >> 16, w_.num_tokens - 1);
-    const sm90::KeyRange some = sm90::keys_of_some(p_, w_, w_.first_token + first, w_.first_token + last);
+    const sm90::KeyRange some = sm90::keys_of_some<false>(p_, w_, w_.first_token + first, w_.first_token + last);
     const sm90::KeyRange all = sm90::keys_of_all(p_, w_, w_.first_token + first, w_.first_token + last);
     seen_begin_ = some.begin;
     seen_end_ = own < w_.num_tokens ? some.end : 0;

@@ -27,7 +27,7 @@ struct Traits {
   // As the merge of pieces asks (fmha/sm90/merge.cuh).
   using Out = T;
   static constexpr int kComputeWarps = kWarps, kFirstComputeWarp = 0;
-  static constexpr bool kMergesTogether = false;
+  static constexpr bool kMergesTogether = false, kPlainWorks = false;
   static_assert(kHeadDimQk % 16 == 0 && kHeadDimV % 16 == 0 && kKeys % 16 == 0 && 2 * kKeys <= kThreads);
 
   // A chunk: 64 columns of a tile, rows of 128 bytes whose pieces of 16 bytes are swizzled.

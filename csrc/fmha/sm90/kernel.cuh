@@ -11,6 +11,22 @@
 
 namespace attnops::fmha::sm90 {
 
+// Arguments of a launch lie in lines that no cache has yet, and who reads one first stands still until it is there. So
+// while one thread makes the barriers, each of the other warps asks for a line or two.
+// `nowhere`: a word of shared memory that nobody has written yet. Without a store the loads would be left out.
+__device__ __forceinline__ void touch_arguments(const Params& p, const Schedule& s, int warp, int warps,
+                                                uint32_t nowhere) {
+  constexpr int kWords = 16, kOfParams = ceil_div(int{sizeof(Params)} / 4, kWords),
+                kAll = kOfParams + ceil_div(int{sizeof(Schedule)} / 4, kWords);
+  const auto* const params = reinterpret_cast<const int*>(&p);
+  const auto* const schedule = reinterpret_cast<const int*>(&s);
+#pragma unroll 1
+  for (int line = warp - 1; line < kAll; line += warps - 1) {
+    const int word = line < kOfParams ? params[line * kWords] : schedule[(line - kOfParams) * kWords];
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(nowhere), "r"(word) : "memory");
+  }
+}
+
 // One CTA an SM, until the plan has no more works: warpgroup 0 brings tiles, the others compute. kByRows: keys and
 // values come row by row, else in boxes.
 template <class Tr, bool kByRows>
@@ -62,6 +78,10 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kShape.ctas)
     if constexpr (Tr::kTakesLate && !kByRows) hopper::mbarrier_init(shared + Layout::kLastKeys, 1);
     hopper::mbarrier_init_fence();
     for (const CUtensorMap* map : {&q_map, &k_map, &v_map}) hopper::prefetch_map(map);
+  } else if ((Tr::kShort || Tr::kShape.one_tile) && threadIdx.x % 32 == 0) {
+    static_assert(4 * Tr::kThreads / 32 <= Tr::kWorkStages * Layout::kWorkBytes, "a word for each warp");
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    touch_arguments(p, s, warp, Tr::kThreads / 32, shared + Layout::kWorks + 4 * warp);
   }
   __syncthreads();
   if (s.cluster > 1) {

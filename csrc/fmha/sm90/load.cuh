@@ -98,7 +98,7 @@ class ProducerBase {
       if (awaits_index_) receive_index<kAhead>();
       int index = next_index_;
       if constexpr (Tr::kShort) index = index_in_turn(s_, index, turn_);
-      if (index >= s_.num_works || !decode_work<Tr::kKeys>(p_, s_, cuts_, index, w)) {
+      if (index >= s_.num_works || !decode_work<Tr::kKeys, Tr::kPlainWorks>(p_, s_, cuts_, index, w)) {
         w.num_tokens = -1;
         w.slab = cuts_.pieces;
       } else {
@@ -234,7 +234,7 @@ class ProducerBase {
       w.num_tokens = 0;
       if (lane < count) {
         const int index = first + s_.cluster * lane;
-        if (index >= s_.num_works || !decode_work<Tr::kKeys>(p_, s_, cuts_, index, w)) {
+        if (index >= s_.num_works || !decode_work<Tr::kKeys, Tr::kPlainWorks>(p_, s_, cuts_, index, w)) {
           w.num_tokens = -1;
           w.slab = cuts_.pieces;
         } else if (w.num_tokens == 0 && index < cuts_.pieces * s_.works_per_tile) {
@@ -353,7 +353,7 @@ class ProducerBase {
   // Brings to L1, by a warp, which keys are hidden from a work's tokens, before who computes reads it; and those of the
   // first and last tokens of the tiles before it, of which one is likely the next that is taken.
   __device__ __forceinline__ void prefetch_hidden(const Work& w) const {
-    if (p_.hidden_keys == nullptr) return;
+    if (!hides_keys<Tr::kPlainWorks>(p_)) return;
     const auto prefetch = [&](int token) {
       asm volatile("prefetch.global.L1 [%0];\n" ::"l"(p_.hidden_keys + 2 * (int64_t{w.first_q_token} + token))
                    : "memory");
@@ -367,7 +367,10 @@ class ProducerBase {
   }
 
   // Whether a tree mask leaves a key to some row of the tile.
-  __device__ __forceinline__ bool is_seen(const Work& w, int key) const { return sm90::is_seen(p_, w, key); }
+  __device__ __forceinline__ bool is_seen(const Work& w, int key) const {
+    if constexpr (Tr::kPlainWorks) return true;
+    return sm90::is_seen(p_, w, key);
+  }
 
   // Zeros in place of a tile's values that no row sees, which may be NaN, by every `count`th of its rows.
   __device__ __forceinline__ void clear_unseen(const Work& w, int tile, uint32_t values, int first, int count,

@@ -45,7 +45,45 @@ class BoxProducer : ProducerBase<Tr> {
   }
 
  private:
+  // The tiles of ragged keys, in few instructions: of works of one tile each costs until it is there. A lane has a box,
+  // whose place in a tile it knows before there is a work.
+  template <bool kOfKeys>
+  __device__ __forceinline__ void ask_ragged(const Work& w, Ring<Tr::kStages>& ring) {
+    constexpr int kChunks = kOfKeys ? Tr::kQkChunks : Tr::kVChunks, kBytes = kOfKeys ? Tr::kKBytes : Tr::kVBytes;
+    static_assert(Tr::kKeys / 16 * kChunks <= 32);
+    const int lane = tid_ % 32, row = lane / kChunks * s_.box_keys, column = lane % kChunks;
+    const uint32_t inside = shared_ + (kOfKeys ? Layout::kK : Layout::kV) + column * Tr::kKeys * 128 + row * 128;
+#pragma unroll 1
+    for (int tile = w.tile_begin, tile_end = w.tile_end; tile < tile_end; ++tile) {
+      if (Tr::kTakesLate && kOfKeys && tile + 1 == tile_end && Base::is_long(w)) arrive(shared_ + Layout::kLastKeys);
+      const uint32_t offset = 8 * ring.stage;
+      const bool edge = !kOfKeys && is_edge<Tr::kKeys>(w, tile);
+      const int key = tile * Tr::kKeys + row;
+      const bool within = key < w.key_end && key + s_.box_keys > w.key_begin;
+      const bool wanted = row < Tr::kKeys && (within || (!kOfKeys && !edge));
+      const int bytes = __popc(__ballot_sync(0xffffffffu, wanted)) * s_.box_keys * 128;
+      const uint32_t full = shared_ + (kOfKeys ? Layout::kKFull : edge ? Layout::kRawFull : Layout::kVFull) + offset;
+      hopper::mbarrier_wait(shared_ + (kOfKeys ? Layout::kKEmpty : Layout::kVEmpty) + offset, ring.phase ^ 1);
+      if (lane == 0) hopper::mbarrier_arrive_expect(full, bytes);
+      __syncwarp();
+      if (wanted) {
+        const CUtensorMap* const map = kOfKeys ? maps_.k : maps_.v;
+        const uint32_t to = inside + ring.stage * kBytes;
+        if (s_.cluster == 1) {
+          hopper::copy_box(to, map, full, Tr::kChunk * column, w.first_k_token + key, w.kv_head, 0);
+        } else if (lane % 2 == this->rank_) {
+          hopper::copy_box_to_ctas(to, map, full, Tr::kChunk * column, w.first_k_token + key, w.kv_head, 0, 3);
+        }
+      }
+      if (edge) arrive(shared_ + Layout::kVFull + offset);
+      ring.advance();
+    }
+  }
+
   __device__ __forceinline__ void ask(const Work& w, bool keys) {
+    if constexpr (Tr::kPlainWorks) {
+      if (!this->p_.paged) return keys ? ask_ragged<true>(w, k_ring_) : ask_ragged<false>(w, v_ring_);
+    }
     int next_page = page_of_box(w, w.tile_begin);
     for (int tile = w.tile_begin, tile_end = w.tile_end; tile < tile_end; ++tile) {
       if (Tr::kTakesLate && keys && tile + 1 == tile_end && Base::is_long(w)) arrive(shared_ + Layout::kLastKeys);

@@ -189,7 +189,7 @@ __device__ __forceinline__ void merge_pieces(const Params& p, const Schedule& s,
   merge_barrier<Tr>();
   for (int slab = static_cast<int>(blockIdx.x); slab < slabs; slab += static_cast<int>(gridDim.x)) {
     Work w;
-    decode_piece<Tr::kKeys>(p, s, slab, w);
+    decode_piece<Tr::kKeys, Tr::kPlainWorks>(p, s, slab, w);
     if (w.num_tokens <= 0) continue;
     const int piece = slab / s.works_per_tile;
     const int2 place =

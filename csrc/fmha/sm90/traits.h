@@ -83,6 +83,7 @@ constexpr Shape of_rows(Shape s, bool narrow) {
 // For calls whose works have one tile as a rule. Works of more pay for it: it is more machine code.
 constexpr Shape of_one_tile(Shape s) {
   s.one_tile = true;
+  s.plain = true;
   return with_registers_for_bringing(s);
 }
 
@@ -140,6 +141,9 @@ struct Traits {
   static constexpr int kTogether = kShape.one_tile && kTakesLate ? 4 : 1;
   // Beside three warpgroups that path would take rings of the main loop out of uniform registers.
   static constexpr bool kHasOneTile = !kFp8 && !kNarrow && kWarpgroups < 3 && !kShape.one_tile;
+  // Plain calls alone have that form. So works are decoded without what others need, and boxes of ragged keys asked for
+  // without what pages need.
+  static constexpr bool kPlainWorks = kShape.one_tile;
   static constexpr bool kWholeRows = kShape.whole_rows;
   static constexpr bool kHasWholeRows = !kFp8 && !kNarrow && !kShort && !kShape.one_tile && !kWholeRows &&
                                         (kHeadDimQk | kHeadDimV) % 64 == 0 && kHeadDimV > 64;

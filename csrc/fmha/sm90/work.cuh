@@ -127,11 +127,22 @@ struct KeyRange {
   int begin, end;
 };
 
+// Whether masks need what only some calls have. kPlain: of calls that are Schedule::plain, by kernels for no others.
+template <bool kPlain>
+__device__ __forceinline__ bool has_tree(const Params& p) {
+  return !kPlain && p.tree_mask != nullptr;
+}
+template <bool kPlain>
+__device__ __forceinline__ bool hides_keys(const Params& p) {
+  return !kPlain && p.hidden_keys != nullptr;
+}
+
 // In 32 bits, as both ends of a position's range lie within [0, seqlen_k]. A position is at most seqlen_k - 1.
+template <bool kPlain = false>
 __device__ __forceinline__ KeyRange keys_at(const Params& p, int position, int seqlen_k) {
   int begin = 0, end = seqlen_k;
   if (p.window_left >= 0) begin = position > p.window_left ? position - p.window_left : 0;
-  if (p.causal && p.tree_mask == nullptr) end = position + 1;
+  if (p.causal && !has_tree<kPlain>(p)) end = position + 1;
   if (p.window_right >= 0) {
     const unsigned behind = static_cast<unsigned>(end) - static_cast<unsigned>(position) - 1;  // position may be < 0
     if (static_cast<unsigned>(p.window_right) < behind) end = position + p.window_right + 1;
@@ -179,9 +190,10 @@ __device__ __forceinline__ bool hides(const Params& p, const Work& w, int token,
 
 // Bounds of the keys that some of tokens [first, last] of the request see, and of keys that all of them see. In a tree
 // each may have any depth.
+template <bool kPlain>
 __device__ __forceinline__ KeyRange keys_of_some(const Params& p, const Work& w, int first, int last) {
-  const int begin = keys_at(p, w.draft + (p.tree_mask != nullptr ? 0 : first), w.seqlen_k).begin;
-  return {begin, max_of(keys_at(p, w.draft + last, w.seqlen_k).end, begin)};
+  const int begin = keys_at<kPlain>(p, w.draft + (has_tree<kPlain>(p) ? 0 : first), w.seqlen_k).begin;
+  return {begin, max_of(keys_at<kPlain>(p, w.draft + last, w.seqlen_k).end, begin)};
 }
 __device__ __forceinline__ KeyRange keys_of_all(const Params& p, const Work& w, int first, int last) {
   const int deepest = p.tree_mask != nullptr ? w.seqlen_k - 1 : w.draft + last;
@@ -247,11 +259,11 @@ __device__ __forceinline__ int decode_request(const Params& p, const Schedule& s
 }
 
 // Leaves out tiles that are hidden from all tokens of the work. `tiles`: those from `tile_begin` on.
-template <int kKeys>
+template <int kKeys, bool kPlain>
 __device__ __forceinline__ void leave_gap(const Params& p, int tile_begin, int& tiles, Work& w) {
   w.gap_begin = INT32_MAX;
   w.gap_tiles = 0;
-  if (p.hidden_keys == nullptr) return;
+  if (!hides_keys<kPlain>(p)) return;
   const int64_t begin = hidden_from(p, w, w.first_token + w.num_tokens - 1).begin;
   const int end = hidden_from(p, w, w.first_token).end;
   const int first = clamp((begin + kKeys - 1) / kKeys, tile_begin, tile_begin + tiles);
@@ -273,7 +285,7 @@ __device__ __forceinline__ void begin_at_window(const Schedule& s, Work& w, KeyR
 
 // The rest: rows `chunk` of a tile of the plan, a block of heads, and a piece of its keys. Without tokens: no such
 // tile.
-template <int kKeys>
+template <int kKeys, bool kPlain>
 __device__ __forceinline__ void place_work(const Params& p, const Schedule& s, int seqlen_q, int tile, int chunk,
                                            int block, int piece, int pieces, Work& w) {
   const int inside = chunk * s.chunk_tokens;  // below tile_q; the tile is one of the request's
@@ -286,15 +298,15 @@ __device__ __forceinline__ void place_work(const Params& p, const Schedule& s, i
   w.q_head = w.kv_head * s.group + (block - w.kv_head * s.blocks_per_group) * s.pack;
   w.draft = w.seqlen_k - seqlen_q;
 
-  KeyRange keys = keys_of_some(p, w, first_token, first_token + w.num_tokens - 1);
+  KeyRange keys = keys_of_some<kPlain>(p, w, first_token, first_token + w.num_tokens - 1);
   if (pieces <= 1) begin_at_window(s, w, keys);
   w.key_begin = keys.begin;
   w.key_end = keys.end;
-  w.known_begin = keys_at(p, w.draft, w.seqlen_k).begin;
-  w.known_end = p.tree_mask != nullptr ? clamp(w.draft, 0, w.seqlen_k) : w.seqlen_k;
+  w.known_begin = keys_at<kPlain>(p, w.draft, w.seqlen_k).begin;
+  w.known_end = has_tree<kPlain>(p) ? clamp(w.draft, 0, w.seqlen_k) : w.seqlen_k;
   const int tile_begin = static_cast<unsigned>(w.key_begin) / kKeys;
   int tiles = w.key_end > w.key_begin ? ceil_div(w.key_end, kKeys) - tile_begin : 0;
-  leave_gap<kKeys>(p, tile_begin, tiles, w);
+  leave_gap<kKeys, kPlain>(p, tile_begin, tiles, w);
   w.tile_begin = tile_begin;
   w.tile_end = tile_begin + tiles;
   if (pieces > 1) {
@@ -304,7 +316,7 @@ __device__ __forceinline__ void place_work(const Params& p, const Schedule& s, i
 }
 
 // Piece `index / works_per_tile` of the plan. Without tokens: none that can be.
-template <int kKeys>
+template <int kKeys, bool kPlain>
 __device__ __forceinline__ void decode_piece(const Params& p, const Schedule& s, int index, Work& w) {
   const int piece = s.by_works_per_tile.divide(index), local = index - piece * s.works_per_tile;
   const int4 entry = *reinterpret_cast<const int4*>(p.pieces + 4 * (piece + 1ll));
@@ -314,14 +326,14 @@ __device__ __forceinline__ void decode_piece(const Params& p, const Schedule& s,
   const int seqlen_q = decode_request<kKeys>(p, s, entry.x, planned_keys, w);
   if (entry.y > s.tile_q.divide(seqlen_q)) return;
   const int chunk = s.by_head_blocks.divide(local);
-  place_work<kKeys>(p, s, seqlen_q, entry.y, chunk, local - chunk * s.head_blocks, entry.z, entry.w, w);
+  place_work<kKeys, kPlain>(p, s, seqlen_q, entry.y, chunk, local - chunk * s.head_blocks, entry.z, entry.w, w);
   w.slab = index;
 }
 
 // Work number `index`: pieces, then requests in the plan's order, in each the sections of heads, in each the tiles from
 // the last and their heads. False: the plan has no such row, and none behind it. What is no whole tile of its request
 // has no tokens.
-template <int kKeys>
+template <int kKeys, bool kPlain = false>
 __device__ __forceinline__ bool decode_work(const Params& p, const Schedule& s, const Cuts& cuts, int index, Work& w) {
   const auto entry_at = [&p](int row) {
     return *reinterpret_cast<const int2*>(p.tile_order + 2 * static_cast<int64_t>(min_of(row, p.num_tiles - 1)));
@@ -330,7 +342,7 @@ __device__ __forceinline__ bool decode_work(const Params& p, const Schedule& s, 
   int2 entry = entry_at(row);  // read before it is known whether there are pieces: most plans have none
   if (cuts.pieces > 0) {
     if (row < cuts.pieces) {
-      decode_piece<kKeys>(p, s, index, w);
+      decode_piece<kKeys, kPlain>(p, s, index, w);
       return true;
     }
     row -= cuts.pieces;
@@ -362,7 +374,7 @@ __device__ __forceinline__ bool decode_work(const Params& p, const Schedule& s, 
     chunk = s.chunks - 1 - (step - from_last * s.chunks);
   }
   if (cuts.limit != kNeverCut && is_cut(p, cuts, tile_row, seqlen_q, planned_keys, tile)) return true;
-  place_work<kKeys>(p, s, seqlen_q, tile, chunk, block, 0, 1, w);
+  place_work<kKeys, kPlain>(p, s, seqlen_q, tile, chunk, block, 0, 1, w);
   w.slab = -1;
   return true;
 }

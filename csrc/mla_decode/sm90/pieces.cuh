@@ -79,7 +79,7 @@ template <Options kOptions>
 __device__ inline SplitKvEntry entry_for(const Params& p, int part) {
   if (!selects(kOptions) || p.tile_scheduler_metadata) return entry_of(p, part);
   const int blocks = p.division.blocks, groups = p.num_sm_parts / blocks, group = p.division.by_blocks.divide(part);
-  const int64_t works = int64_t{p.batch_size} * (blocks_of_request(p) / blocks);
+  const int64_t works = ListTurn(p).is_own() ? int64_t{p.batch_size} * (blocks_of_request(p) / blocks) : 0;
   const auto first_of = [&](int g) { return static_cast<int32_t>(works * g / groups); };
   return {first_of(group), 0, first_of(group + 1), 0, 0, 1, 1, 0};
 }

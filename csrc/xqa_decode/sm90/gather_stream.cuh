@@ -55,7 +55,7 @@ class GatherStream {
     end_token_ = piece.end_token();
     request_ = piece.request();
     first_draft_ = p_.tree_mask ? piece.length() - p_.tree_keys : INT_MAX;
-    row_ = p_.page_table.row(request_);
+    row_ = cells_of<Tr>(p_, request_);
     const int64_t head = piece.kv_head() * (values_ ? p_.v_stride_head : p_.k_stride_head) * kSize;
     base_ = static_cast<const char*>(values_ ? p_.v_pages : p_.k_pages) + head + column_ * 16;
   }

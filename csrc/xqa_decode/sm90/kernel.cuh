@@ -50,8 +50,15 @@ __device__ __forceinline__ LikelyStart likely_start(const Params& p, int part) {
 
 // The length and the first pages that it needs, into L1 while the plan is on its way: each would cost a round trip to
 // L2 of its own. For three lanes; sixteen bytes at `nowhere` take the copies.
+template <class Tr>
 __device__ __forceinline__ void look_up_ahead(const Params& p, const LikelyStart& start, uint32_t nowhere, int lane) {
   if (lane == 0) return hopper::copy4(nowhere, p.cache_seqlens + start.request);
+  if constexpr (is_ragged<Tr>()) {
+    if (p.table_rows) {  // which says where the cells are
+      if (lane == 1) hopper::copy4(nowhere + 4, p.table_rows + start.request);
+      return;
+    }
+  }
   const int cell = lane == 1 ? start.cell : start.cell + 31;  // of the 32 that a warp looks up at a time
   if (lane > 2 || p.page_table.kv_indptr || cell >= p.page_table.max_pages) return;
   hopper::copy4(nowhere + 4 * lane, p.page_table.row(start.request) + cell);
@@ -104,9 +111,11 @@ __device__ __forceinline__ LikelyStart prefetch_first_tile(const Params& p, cons
   const GuessedPiece piece(p, shape, part);
   if (!piece.is_one()) return start;
   const int cell = (piece.first_token() + lane * boxes.tokens) >> shape.page_shift;
-  const int page = cell < p.page_table.max_pages ? hopper::load_guess(p.page_table.row(piece.request()) + cell) : -1;
+  const int32_t* const cells =
+      cells_of<Tr>(p, piece.request(), [](const int32_t* at) { return hopper::load_guess(at); });
+  const int page = cell < p.page_table.max_pages ? hopper::load_guess(cells + cell) : -1;
   TileStream<Bringer<Tr>> stream(p, boxes, &key_map, &value_map, shape, shared, lane);
-  stream.open(piece);
+  stream.see(piece);
   stream.prefetch(piece, page);
   return {piece.request(), piece.first_token() >> shape.page_shift};
 }
@@ -232,7 +241,7 @@ __device__ __forceinline__ void run_parts(const Params& p, const Shape& shape, c
   wait_for_earlier_kernels();
   let_next_kernel_start();
 
-  if (warp == kHeads * kWarpsOfHead) look_up_ahead(p, start, shared + Shared::kNowhere, lane);
+  if (warp == kHeads * kWarpsOfHead) look_up_ahead<Tr>(p, start, shared + Shared::kNowhere, lane);
   // Neighbouring heads follow one row, so that all of the CTA count the same tiles, whatever the rows hold.
   const PartEntry entry(p, shape, kHeads == 1 ? part : static_cast<int>(blockIdx.x) * kHeads);
   if constexpr (deals_works<Tr>()) {

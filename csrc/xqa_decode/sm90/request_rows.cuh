@@ -19,6 +19,19 @@ constexpr bool is_ragged() {
   return requires { requires Tr::kRagged; };
 }
 
+// Where a request's cells of the page table begin. Requests of a ragged batch may share rows of it.
+template <class Tr, class Load>
+__device__ __forceinline__ const int32_t* cells_of(const Params& p, int request, const Load& load) {
+  if constexpr (is_ragged<Tr>()) {
+    if (p.table_rows) request = min_of(max_of(load(p.table_rows + request), 0), p.num_table_rows - 1);
+  }
+  return p.page_table.row(request);
+}
+template <class Tr>
+__device__ __forceinline__ const int32_t* cells_of(const Params& p, int request) {
+  return cells_of<Tr>(p, request, [](const int32_t* at) { return __ldg(at); });
+}
+
 // Where a ragged request's tokens end, behind `least` tokens: any number may stand there.
 __device__ __forceinline__ int ragged_end(const Params& p, int request, int least = 0) {
   return min_of(max_of(__ldg(p.cu_seqlens_q + request + 1), least), static_cast<int>(p.num_tokens));

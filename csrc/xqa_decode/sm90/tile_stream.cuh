@@ -2,6 +2,7 @@
 #include "device/sm90/barrier.cuh"
 #include "device/sm90/copy.cuh"
 #include "xqa_decode/cuda/pieces.cuh"
+#include "xqa_decode/sm90/request_rows.cuh"
 #include "xqa_decode/sm90/traits.cuh"
 
 namespace attnops::xqa_decode::sm90 {
@@ -87,7 +88,14 @@ class TileStream {
 
   template <class Piece>
   __device__ __forceinline__ void open(const Piece& piece) {
-    row_ = p_.page_table.row(piece.request());
+    row_ = cells_of<Tr>(p_, piece.request());
+    see(piece);
+  }
+
+  // The same for `prefetch` alone, which looks no page up: before the kernels ahead have ended nothing of theirs may
+  // come into L1.
+  template <class Piece>
+  __device__ __forceinline__ void see(const Piece& piece) {
     begin_token_ = piece.keys().begin;
     end_token_ = piece.end_token();
   }

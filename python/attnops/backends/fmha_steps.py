@@ -19,7 +19,7 @@ from attnops.backends.draft_stages import DraftStages, DraftStep
 from attnops.backends.multi_item import hidden_keys_of
 from attnops.backends.store import store_kv
 from attnops.graph_buffers import MAX_CACHED_STEPS, PagedBuffers, PagedStep
-from attnops.metadata.fmha_plan import FmhaPlan
+from attnops.metadata.fmha_plan import DecodeChunks, FmhaPlan
 from attnops.plan_buffers import FmhaPlans
 from attnops.types import AttentionBatch, AttentionSpec, AttentionType, Limits
 
@@ -63,7 +63,7 @@ class FmhaSteps:
         self._has_cache = spec.attn_type is not AttentionType.ENCODER_ONLY
         self._plans = FmhaPlans(spec, limits, device)
         self._even_bounds: dict[int, Tensor] = {}
-        self._steps: dict[tuple[int | None, ...], FmhaStep] = {}
+        self._steps: dict[tuple[int | DecodeChunks | None, ...], FmhaStep] = {}
         self._stages: DraftStages | None = None  # of draft steps, made at the first one
         self._spec = spec
         self._cascade = Cascade(spec, limits, device) if cascade else None
@@ -78,7 +78,8 @@ class FmhaSteps:
         """
         most = batch.max_seqlen_q
         windowed = paged.window_out_cache_loc is not None
-        few = self._plans.decode_tokens(most)  # not `most` itself: a prompt's length would make every step a new one
+        # Not `most` itself: a prompt's length would make every step a new one.
+        few = self._plans.decode_way(batch.batch_size, batch.num_tokens, most)
         cascade = None if few or not self._has_two_parts(batch) else self._cascade
         tokens, drafts = batch.tokens_per_request, batch.draft_steps
         draft = (drafts, batch.draft_step)

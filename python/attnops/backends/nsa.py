@@ -28,6 +28,7 @@ from attnops.backends.store import heads, store_mla
 from attnops.metadata.plan import MLA_HEAD_DIM_V
 from attnops.metadata.query_rows import SPLIT_MODES, QueryRows, check_split
 from attnops.metadata.sparse_plan import SparseMlaPlan
+from attnops.ops.sparse_mla import sparse_mla_prefill_scratch_size
 from attnops.plan_buffers import MLA_INVARIANT_SPLIT_TOKENS
 from attnops.types import MLA_KV_LORA_RANK, MLA_ROPE_DIM, AttentionBatch, AttentionSpec, ForwardMode, Limits
 
@@ -210,7 +211,20 @@ class DeepseekSparseAttnBackend(AttentionBackend):
             plan = self._lists.plan(batch.batch_size, batch.tokens_per_request)
             ops.sparse_mla_decode(q, pages, topk_indices, plan, **options)
         else:
-            ops.sparse_mla_prefill(q, pages, topk_indices, **options)
+            ops.sparse_mla_prefill(q, pages, topk_indices, scratch=self._scratch(q, pages), **options)
+
+    def _scratch(self, q: Tensor, pages: Tensor) -> Tensor | None:
+        """Where rows are converted that many tokens list. A token's bits depend on the others' lists then."""
+        if (
+            self.spec.deterministic
+            or q.device.type != "cuda"
+            or q.dtype != torch.bfloat16
+            or pages.dtype != torch.uint8
+        ):
+            return None
+        rows = pages.shape[0] * pages.shape[1]
+        size = sparse_mla_prefill_scratch_size(q.shape[0], q.shape[1], self.spec.sparse_topk, rows)
+        return q.new_empty(size, dtype=torch.uint8) if size > 0 else None
 
     def attend(self, call: LayerCall) -> None:
         self._dense.attend(call)

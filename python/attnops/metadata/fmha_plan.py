@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,6 +91,74 @@ def default_tile_q(
     return min(max(CPU_TILE_ROWS // group, MIN_CPU_TILE_Q), MAX_CPU_TILE_Q)
 
 
+# What a pass over keys costs kernels of so many rows, beside 16: docs/log/fmha_sm90.md.
+COST_OF_ROWS = {16: 1.0, 32: 1.07, 64: 1.12}
+
+# Chunks may be so many times the requests: each reads its keys again. Or twice as many, where they are so few works
+# (chunks times KV heads) that even with both a GPU has SMs left. Without groups a KV head's keys serve one head alone,
+# and the second reading is most of what a work costs.
+MOST_CHUNKS_AS_A_RULE, MOST_CHUNKS_FOR_EACH = 1.3, 2
+FEW_CHUNK_WORKS, FEW_CHUNK_WORKS_OF_ONE_HEAD = 48, 32
+
+# More works than two an SM keep a GPU busy in prefill's kernels, too, and those read keys once for 128 rows. But not
+# where tiles of theirs are almost empty: chunks of 16 rows, or head dims whose tiles have 192.
+MOST_CHUNK_WORKS, ROWS_OF_SMALL_CHUNKS, HEAD_DIM_OF_LONG_TILES = 264, 16, 64
+
+
+class DecodeChunks(NamedTuple):
+    """How a batch is cut for a plan of `xqa_decode`."""
+
+    tokens: int  # of a chunk, at most
+    number: int  # of chunks, at most; 0: requests are not divided
+
+
+def most_chunks(max_num_tokens: int, max_batch_size: int, max_seqlen_q: int, tokens: int) -> int:
+    """Chunks of `tokens` that so many tokens of so many requests make at most."""
+    chunks = min((max_num_tokens + max_batch_size * (tokens - 1)) // tokens, max_num_tokens)
+    return min(chunks, max_batch_size * -(-max_seqlen_q // tokens))
+
+
+def chunks_for_decode(
+    max_num_tokens: int,
+    max_batch_size: int,
+    max_seqlen_q: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    split_keys: bool,
+    device: torch.device,
+) -> DecodeChunks | None:
+    """Where `xqa_decode`'s kernels serve a call of few tokens, of which some requests have more than their rows take.
+
+    Such a request is cut into chunks of tokens (`ops.xqa_decode_chunks`). Most must have a chunk alone.
+    """
+    group = max(num_q_heads // num_kv_heads, 1)
+    most = MOST_DECODE_ROWS if head_dim <= 128 else MOST_DECODE_ROWS_OF_WIDE
+    limits = (max_num_tokens, max_batch_size, max_seqlen_q)
+    if not all(limits) or group > most or head_dim > MAX_HEAD_DIM:
+        return None
+    if not split_keys or not runs_hopper_kernels(device):
+        return None
+    ways = {rows: rows // group for rows in COST_OF_ROWS if group <= rows <= most}
+    costs = {rows: most_chunks(*limits, tokens) * COST_OF_ROWS[rows] for rows, tokens in ways.items()}
+    tokens = ways[min(costs, key=lambda rows: costs[rows])]
+    count = most_chunks(*limits, tokens)
+    times = _most_chunks_of_a_request(group, head_dim, tokens * group, count * num_kv_heads)
+    return DecodeChunks(tokens, count) if count <= times * max_batch_size else None
+
+
+def _most_chunks_of_a_request(group: int, head_dim: int, rows: int, works: int) -> float:
+    """In the mean of a batch, where chunks of `rows` rows are `works` works; 0: none."""
+    few, most = FEW_CHUNK_WORKS, MOST_CHUNK_WORKS
+    if rows <= ROWS_OF_SMALL_CHUNKS or head_dim <= HEAD_DIM_OF_LONG_TILES:
+        most = works
+    elif group == 1:
+        few = most = FEW_CHUNK_WORKS_OF_ONE_HEAD
+    if works <= few:
+        return MOST_CHUNKS_FOR_EACH
+    return MOST_CHUNKS_AS_A_RULE if works <= most else 0
+
+
 def tokens_for_decode(
     max_seqlen_q: int, num_q_heads: int, num_kv_heads: int, head_dim: int, split_keys: bool, device: torch.device
 ) -> int:
@@ -118,6 +187,27 @@ def _check_heads(num_q_heads: int | None, num_kv_heads: int | None) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
+class ChunkTensors:
+    """A batch of chunks, as `ops.xqa_decode_chunks` writes it at every step."""
+
+    table: Tensor  # int32 [3, C + 1]; the others are its rows
+    cu_seqlens_q: Tensor  # [C + 1]
+    cache_seqlens: Tensor  # [C]
+    table_rows: Tensor  # [C]
+    max_requests: int  # that have their chunks here
+
+    @classmethod
+    def allocate(cls, max_chunks: int, max_requests: int, device: torch.device) -> ChunkTensors:
+        return cls.within(torch.zeros(3 * (max_chunks + 1), dtype=torch.int32, device=device), max_chunks, max_requests)
+
+    @classmethod
+    def within(cls, memory: Tensor, max_chunks: int, max_requests: int) -> ChunkTensors:
+        """Views of int32 memory, at its beginning."""
+        table = memory[: 3 * (max_chunks + 1)].view(3, max_chunks + 1)
+        return cls(table, table[0], table[1, :-1], table[2, :-1], max_requests)
+
+
+@dataclasses.dataclass(frozen=True)
 class FmhaPlan:
     """Plan of `ops.fmha_varlen` and `ops.fmha_paged`, allocated once for a limit. `ops.fmha_plan` fills it on the
     device at every step, and every layer of that step uses it. Its tensor never moves, so a CUDA graph may hold all
@@ -133,11 +223,20 @@ class FmhaPlan:
     pieces: Tensor | None = None  # int32 [1 + max_pieces, 4] of tiles whose keys are cut (csrc/scheduler/varlen_cuts.h)
     partial: Tensor | None = None  # float32, scratch of their results
     decode: XqaDecodePlan | None = None  # where `fmha_paged` goes by `xqa_decode`'s kernels
+    chunks: ChunkTensors | None = None  # where `decode` is for chunks of the batch's requests
 
     @property
     def key(self) -> dict[str, int]:
         """What a call must agree with."""
         return {"causal": self.causal, "window_left": self.window_left}
+
+    def decodes(self, num_requests: int) -> bool:
+        """Whether `decode` is for a batch of so many."""
+        if self.decode is None:
+            return False
+        if self.chunks is not None:
+            return num_requests <= self.chunks.max_requests
+        return num_requests == self.decode.batch_size
 
     @classmethod
     def allocate(
@@ -169,7 +268,8 @@ class FmhaPlan:
                 `MOST_PIECE_WORKS_PER_SM` tiles of results for each SM.
             max_seqlen_q: No request has more query tokens, if given. Where they are few, tiles are small. Hopper then
                 serves `fmha_paged` by the kernels of `xqa_decode`, if the batch has `max_batch_size` requests, no
-                window, and cuts of keys.
+                window, and cuts of keys. Where most requests have few tokens, those of the others are divided
+                (`chunks_for_decode`).
 
         Raises:
             TypeError, ValueError: naming the argument that is out of its range.
@@ -200,17 +300,17 @@ class FmhaPlan:
         whole = cls(tile_q, causal, window_left, tile_order, semaphores)
         if not split_keys or not num_q_heads or not num_kv_heads:
             return whole
-        few = (max_seqlen_q or 0, num_q_heads, num_kv_heads, head_dim, split_keys)
-        if window_left < 0 and max_batch_size and tokens_for_decode(*few, device):
-            decode = XqaDecodePlan.allocate(
-                max_batch_size,
-                num_q_heads=num_q_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                seqlen_q=max_seqlen_q or 1,
-                device=device,
-            )
-            whole = dataclasses.replace(whole, decode=decode)
+        most_tokens, heads = max_seqlen_q or 0, (num_q_heads, num_kv_heads, head_dim)
+        limits = (max_num_tokens, max_batch_size, most_tokens)
+        if window_left < 0 and max_batch_size:
+            if tokens_for_decode(most_tokens, *heads, split_keys, device):
+                whole = dataclasses.replace(whole, decode=_decode_plan(max_batch_size, most_tokens, *heads, device))
+            elif (chunks := chunks_for_decode(*limits, *heads, split_keys, device)) is not None:
+                whole = dataclasses.replace(
+                    whole,
+                    decode=_decode_plan(chunks.number, chunks.tokens, *heads, device),
+                    chunks=ChunkTensors.allocate(chunks.number, max_batch_size, device),
+                )
         works = works_per_tile(max(num_q_heads // num_kv_heads, 1), num_kv_heads, head_dim, tile_q)
         max_pieces = default_num_sm_parts(device, MOST_PIECE_WORKS_PER_SM) // works
         if max_pieces < 2:
@@ -223,3 +323,16 @@ class FmhaPlan:
             pieces=torch.zeros(max_pieces + 1, 4, dtype=torch.int32, device=device),
             partial=torch.empty(rows * (head_dim + 1), dtype=torch.float32, device=device),
         )
+
+
+def _decode_plan(
+    requests: int, tokens: int, num_q_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
+) -> XqaDecodePlan:
+    return XqaDecodePlan.allocate(
+        requests,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        seqlen_q=tokens,
+        device=device,
+    )

@@ -34,7 +34,7 @@ from attnops.ops.paged_kv import (
 )
 from attnops.ops.sparse_mla import share_lists, sparse_mla_decode, sparse_mla_plan, sparse_mla_prefill
 from attnops.ops.speculation import build_draft_tree, pack_tree_mask, verify_tree_greedy, verify_tree_sampling
-from attnops.ops.xqa_decode import xqa_decode, xqa_decode_plan
+from attnops.ops.xqa_decode import xqa_decode, xqa_decode_chunks, xqa_decode_plan
 
 __all__ = [
     "build_block_tables",
@@ -95,5 +95,6 @@ __all__ = [
     "verify_tree_greedy",
     "verify_tree_sampling",
     "xqa_decode",
+    "xqa_decode_chunks",
     "xqa_decode_plan",
 ]

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from attnops.metadata.block_plan import BlockPrefillPlan
 from attnops.metadata.fmha_plan import FmhaPlan
-from attnops.metadata.plan import XqaDecodePlan
 from attnops.metadata.plan_checks import check_plan_key
 from attnops.ops._arguments import names_its_arguments, register_fake
 from attnops.ops._block_prefill import prefill_blocks, refuse_with_blocks
@@ -21,7 +20,7 @@ from attnops.ops._prefill_calls import (
     order_tiles,
     queries_of,
 )
-from attnops.ops.xqa_decode import xqa_decode, xqa_decode_plan
+from attnops.ops.xqa_decode import xqa_decode, xqa_decode_chunks, xqa_decode_plan
 
 _DECODE_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -44,10 +43,13 @@ def fmha_plan(
     Source: longest processing time first (Graham 1969) over binned costs, a stable counting sort.
     """
     order_tiles(plan, cu_seqlens_q, cu_seqlens_k, cache_seqlens)
-    decode = plan.decode
-    if decode is not None and cu_seqlens_q.shape[0] == decode.batch_size + 1:
+    decode, chunks = plan.decode, plan.chunks
+    if decode is not None and plan.decodes(cu_seqlens_q.shape[0] - 1):
         if cache_seqlens is None:
             cache_seqlens = (cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k).diff()
+        if chunks is not None:
+            xqa_decode_chunks(chunks.table, cu_seqlens_q, cache_seqlens, decode.seqlen_q, causal=plan.causal)
+            cache_seqlens = chunks.cache_seqlens
         xqa_decode_plan(decode, cache_seqlens)
 
 
@@ -229,17 +231,19 @@ def fmha_paged(
     if causal != plan.causal or window_left != plan.window_left:
         check_plan_key("fmha_paged", plan, {"causal": causal, "window_left": window_left}, "causal and window_left")
     if plan.decode is not None and _suits_decode(
-        plan.decode, q, k_pages, v_pages, cu_seqlens_q, causal, window_right, tree_mask, hidden_keys, report
+        plan, q, k_pages, v_pages, kv_indptr, cu_seqlens_q, causal, window_right, tree_mask, hidden_keys, report
     ):
+        chunks = plan.chunks
         return xqa_decode(
             q,
             k_pages,
             v_pages,
             page_table,
-            cache_seqlens,
+            cache_seqlens if chunks is None else chunks.cache_seqlens,
             plan.decode,
             kv_indptr=kv_indptr,
-            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_q=cu_seqlens_q if chunks is None else chunks.cu_seqlens_q,
+            table_rows=None if chunks is None else chunks.table_rows,
             softmax_scale=softmax_scale,
             causal=causal,
             window_left=window_left,
@@ -279,10 +283,11 @@ def fmha_paged(
 
 
 def _suits_decode(
-    decode: XqaDecodePlan,
+    plan: FmhaPlan,
     q: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
+    kv_indptr: Tensor | None,
     cu_seqlens_q: Tensor,
     causal: bool,
     window_right: int,
@@ -292,11 +297,13 @@ def _suits_decode(
 ) -> bool:
     """Whether `xqa_decode` has a kernel for a call of few tokens: csrc/xqa_decode/sm90/limits.h, reject_ragged.
 
-    A compiler does not know addresses, so what it traces goes by prefill's kernels.
+    A compiler does not know addresses, so what it traces goes by prefill's kernels. Chunks of requests share rows of
+    the page table, which flat indices do not have.
     """
-    shape, keys = q.shape, k_pages.shape
+    shape, keys, decode = q.shape, k_pages.shape, plan.decode
     return (
-        not torch.compiler.is_compiling()
+        decode is not None
+        and not torch.compiler.is_compiling()
         and tree_mask is None
         and hidden_keys is None
         and report is None
@@ -304,7 +311,8 @@ def _suits_decode(
         and len(shape) == 3
         and len(keys) == 4
         and shape[0] > 0
-        and cu_seqlens_q.shape[0] == decode.batch_size + 1
+        and plan.decodes(cu_seqlens_q.shape[0] - 1)
+        and (plan.chunks is None or kv_indptr is None)
         and (shape[1], keys[2]) == (decode.num_q_heads, decode.num_kv_heads)
         and shape[2] == keys[3] == v_pages.shape[3] == decode.head_dim
         and q.dtype in _DECODE_DTYPES

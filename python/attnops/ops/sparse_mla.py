@@ -169,6 +169,7 @@ def sparse_mla_prefill(
     report: Tensor | None = None,
     head_masks: Tensor | None = None,
     head_groups: int = 1,
+    scratch: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`sparse_mla_decode` for many query tokens, without a plan: a token's list is one piece of work.
 
@@ -185,6 +186,9 @@ def sparse_mla_prefill(
             ``[i, i + 1) * H_q / head_groups``. Tokens of few heads may be heads of one: see `share_lists`. On a GPU for
             rows of 512 or 576 values, up to 64 heads, on sm_90a. Not beside `extra_kv`.
         head_groups: Groups, 1 to 8, that divide H_q.
+        scratch: uint8 ``[sparse_mla_prefill_scratch_size(...)]``, or None. With it, rows of 656 bytes that many tokens
+            list may be rounded to bfloat16 once. That is faster for more than 32 heads of bfloat16 on sm_90a. The
+            device decides by the lists, so a token's bits depend on the call then. Without scratch they never do.
 
     Returns:
         ``(out, lse)`` as of `sparse_mla_decode`.
@@ -213,8 +217,43 @@ def sparse_mla_prefill(
         report,
         head_masks,
         head_groups,
+        scratch,
     )
     return out, lse
+
+
+def sparse_mla_prefill_scratch_size(
+    num_tokens: int, num_q_heads: int, topk: int, num_rows: int, *, most_rows: int = 131072
+) -> int:
+    """Bytes that let `sparse_mla_prefill` convert rows of 656 bytes once; 0 where that cannot gain.
+
+    Args:
+        num_tokens: Of q.
+        num_q_heads: Of q.
+        topk: Width of the lists.
+        num_rows: Of the pool: pages times page size.
+        most_rows: How many rows it shall hold, of 1152 bytes. Where lists name more of them, none is converted.
+    """
+    entries, blocks = num_tokens * topk, 1 if num_q_heads <= 64 else 2
+    if num_q_heads <= 32:
+        return 0
+    # Nanoseconds on an H200: what entries gain, and what the kernels take that find nothing to convert.
+    gain = entries * (0.18 if blocks == 2 else 0.09 if num_q_heads > 48 else 0.045)
+    cost = 20e3 + entries * 0.004 + num_rows * 0.001
+    certain = num_rows <= most_rows and entries >= _LEAST_ENTRIES[blocks] * num_rows
+    if gain < (1.25 * (cost + 0.6 * num_rows) if certain else 8 * cost):
+        return 0
+    return _scratch_size(entries, num_rows, most_rows)
+
+
+_LEAST_ENTRIES = {1: 12, 2: 4}  # of a row, by blocks of 64 heads: csrc/sparse_mla/convert_rows.h
+
+
+def _scratch_size(entries: int, num_rows: int, most_rows: int) -> int:
+    """As ConvertLayout there has it: counts, flags, words of listed rows, lists, rows."""
+    words = -(-min(num_rows, 1 << 31) // 32)
+    parts = (24, 32 * words, 8 * words, 4 * entries)
+    return 256 + sum(-(-part // 256) * 256 for part in parts) + 1152 * min(num_rows, entries, most_rows)
 
 
 @names_its_arguments

@@ -47,9 +47,34 @@ def xqa_decode_plan(plan: XqaDecodePlan, cache_seqlens: Tensor) -> None:
         plan.window_left,
         plan.fixed_split_tokens,
         plan.rows,
+        plan.kv_bytes,
     )
     if plan.prefill is not None and plan.cu_seqlens_q is not None:
         order_tiles(plan.prefill, plan.cu_seqlens_q, None, cache_seqlens)
+
+
+@names_its_arguments
+def xqa_decode_chunks(
+    chunks: Tensor, cu_seqlens_q: Tensor, cache_seqlens: Tensor, chunk_tokens: int, *, causal: bool = True
+) -> None:
+    """Cut the requests of a ragged batch into chunks of few tokens, which `xqa_decode` takes for requests.
+
+    A chunk's tokens follow each other, and its last one is the newest that it knows of. So a plan of `chunk_tokens`
+    serves a batch in which some requests have more. Its keys are then read once for each chunk.
+
+    Args:
+        chunks: int32 ``[3, C + 1]``, written: the chunks' `cu_seqlens_q`, their `cache_seqlens` (C), and their rows of
+            the page table (C), `table_rows` of `xqa_decode`. Chunks that are not needed have no token and no key.
+        cu_seqlens_q: int32 ``[B + 1]``: where each request's queries begin.
+        cache_seqlens: int32 ``[B]``, the new tokens included.
+        chunk_tokens: Query tokens of a chunk at most.
+        causal: Whether a token sees no later ones; of the call.
+
+    Raises:
+        RuntimeError: naming the argument that does not fit; on the CPU also when C is too small for the batch. A GPU
+            leaves such chunks out: their rows are then behind the last request.
+    """
+    torch.ops.attnops.xqa_decode_chunks.default(chunks, cu_seqlens_q, cache_seqlens, chunk_tokens, causal)
 
 
 def xqa_decode(
@@ -63,6 +88,7 @@ def xqa_decode(
     block_list: Tensor | None = None,
     kv_indptr: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
+    table_rows: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = True,
     window_left: int = -1,
@@ -99,6 +125,8 @@ def xqa_decode(
             behind the last request get zeros and ``-inf``. Without windows, trees and block lists. A GPU must be a
             Hopper. It takes up to 64 rows (`seqlen_q` times heads of a group), 32 above head dim 128. Rows of q start
             on 16 bytes and have 16 bits, plans are balanced, and there is no `report`.
+        table_rows: int32 ``[B]``, of a ragged batch: request b has row ``table_rows[b]`` of `page_table`, which then
+            has any number of rows. None: row b. Not with `kv_indptr`.
         softmax_scale: Multiplies ``<q, k>``; ``1 / sqrt(D)`` when None.
         causal: Row i sees keys up to its own position; False: all keys of the request.
         window_left: Keys at positions ``[p - window_left, p]``; -1: off. Must be the plan's.
@@ -129,8 +157,8 @@ def xqa_decode(
     try:
         if block_list is not None or isinstance(plan, BlockDecodePlan):
             _refuse_with_blocks(plan, block_list, tree_mask, k_scale, v_scale, tree_keys)
-            if cu_seqlens_q is not None:
-                raise ValueError("attnops::xqa_decode: cu_seqlens_q must be None with block_list")
+            if cu_seqlens_q is not None or table_rows is not None:
+                raise ValueError("attnops::xqa_decode: cu_seqlens_q and table_rows must be None with block_list")
             assert block_list is not None and isinstance(plan, BlockDecodePlan)
             if out is None:
                 out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -198,6 +226,7 @@ def xqa_decode(
             tree_keys,
             cu_seqlens_q,
             seqlen_q if is_ragged else 0,
+            table_rows,
         )
         if sinks_in_lse:
             add_sinks(lse, sinks)
@@ -383,4 +412,5 @@ def _side_by_side(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 register_fake("xqa_decode_plan")
+register_fake("xqa_decode_chunks")
 register_fake("xqa_decode")

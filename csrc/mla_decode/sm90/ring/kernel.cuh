@@ -11,19 +11,16 @@ namespace attnops::mla_decode::sm90::ring {
 
 template <typename T, bool kTrees>
 __global__ void __launch_bounds__(kThreads, 1)
-    mla_decode_ring_kernel(const __grid_constant__ Params p, const __grid_constant__ Maps maps, int even_shares) {
+    mla_decode_ring_kernel(const __grid_constant__ Params p, const __grid_constant__ Maps maps,
+                           const __grid_constant__ Shape shape) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   const uint32_t shared = attnops::sm90::smem_address(shared_bytes);
-  const int group = threadIdx.x / kGroupThreads;
-  if (group == 0) {
+  if (threadIdx.x < kConsumerThreads) {
     attnops::sm90::registers_decrease<kValuesRegisters>();
-    Values<T, 0>(p, maps, even_shares, shared_bytes, shared).run();
-  } else if (group == 1) {
-    attnops::sm90::registers_decrease<kValuesRegisters>();
-    Values<T, 1>(p, maps, even_shares, shared_bytes, shared).run();
+    Values<T>(p, maps, shape, shared_bytes, shared).run();
   } else {
     attnops::sm90::registers_increase<kScoresRegisters>();
-    Scores<T, kTrees>(p, shared_bytes, shared).run();
+    Scores<T, kTrees>(p, shape, shared_bytes, shared).run();
   }
 }
 

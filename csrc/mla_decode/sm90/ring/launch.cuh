@@ -7,12 +7,16 @@ namespace attnops::mla_decode::sm90::ring {
 
 template <typename T>
 void launch_attention(const Params& p, const Maps& maps, cudaStream_t stream) {
-  const int even_shares = likely_shares(p.batch_size, p.division);
+  const float shares = static_cast<float>(likely_shares(p.batch_size, p.division));
+  const Shape call{.requests_per_group = static_cast<float>(p.batch_size) / shares,
+                   .cells = static_cast<int>(min_of(p.page_table.max_pages, int64_t{1} << 30)),
+                   .most_tokens = p.page_table.num_tokens(0),
+                   .by_page_size = Divisor(p.page_table.page_size)};
   const LaunchShape shape{p.num_sm_parts, kThreads, kSharedBytes, kSharedBytes};
   if (p.tree_mask) {
-    launch_dependent<&mla_decode_ring_kernel<T, true>>("mla_decode_ring_kernel", shape, stream, p, maps, even_shares);
+    launch_dependent<&mla_decode_ring_kernel<T, true>>("mla_decode_ring_kernel", shape, stream, p, maps, call);
   } else {
-    launch_dependent<&mla_decode_ring_kernel<T, false>>("mla_decode_ring_kernel", shape, stream, p, maps, even_shares);
+    launch_dependent<&mla_decode_ring_kernel<T, false>>("mla_decode_ring_kernel", shape, stream, p, maps, call);
   }
 }
 

@@ -15,11 +15,16 @@ inline constexpr int kRopeQueries = kSlots * kOperandBytes;      // of the piece
 inline constexpr int kFirstQueries = kRopeQueries + kTileBytes;  // and its first 16 columns; the rest is in registers
 inline constexpr int kTotals = kFirstQueries + 64 * 32;          // float [2][64]: sums, maxima
 inline constexpr int kShifts = kTotals + 2 * 64 * 4;             // uint8 [kSlots][64]: what a tile rescales rows by
-inline constexpr int kFinished = kShifts + kSlots * 64;          // StoredPiece
+inline constexpr int kFinished = kShifts + kSlots * 64;          // StoredPiece; an Item that nobody reads
 inline constexpr int kFlags = kFinished + 16;                    // uint8 [kSlots][4]: TileFlags, by warp
 inline constexpr int kItems = kFlags + 16;                       // Item [2]
 inline constexpr int kEntry = kItems + 2 * 16;                   // the part's row of the plan
-inline constexpr int kBarriers = kEntry + 32;                    // 8 bytes each, see below
+inline constexpr int kWorksAhead = 4;                            // that the plan is ahead of the scores, at most
+inline constexpr int kWorks = kEntry + 32;                       // Work [kWorksAhead]
+inline constexpr int kPlanner = kWorks + kWorksAhead * 24;       // PlannerState
+inline constexpr int kLengthAhead = kPlanner + 32;               // int: of the request of the next work
+inline constexpr int kPageAhead = kLengthAhead + 4;              // int: of the next tile
+inline constexpr int kBarriers = kPageAhead + 4;                 // 8 bytes each, see below
 inline constexpr int kBarriersPerSlot = 3;                       // full; given back, by half
 inline constexpr int kBarrierCount = kSlots * kBarriersPerSlot + 2;
 inline constexpr int kScoresRead = kBarriers + 8 * (kBarrierCount - 2);  // by the warps of the scoring group
@@ -48,6 +53,36 @@ struct alignas(16) Item {
   int plane;  // request, or page
 };
 static_assert(sizeof(Item) == 16);
+
+// The part's tiles of a work, as the planner leaves them for the scores by the work's first tile: they have no
+// registers for that, and what they would read from memory would come behind the boxes.
+struct alignas(8) Work {
+  int request, first_row, length, first_tile;
+  int tiles;    // less than zero: so many, and it is the part's last work
+  int partial;  // of its first cut; -1: none, kNoRoom: no rows either
+};
+static_assert(sizeof(Work) == 24);
+inline constexpr int kNoRoom = -2;
+
+// What the planner keeps between items.
+struct alignas(16) PlannerState {
+  const int32_t* cell;  // of the page table, for the next tile
+  int cells_left;       // from there on
+  int tiles_left;       // of the work
+  int token;            // of the next tile in its page
+  int page;             // of the next tile; kAsked: on its way
+  int work, count;      // the next one, and which of the part's it is
+};
+static_assert(sizeof(PlannerState) == 32);
+inline constexpr int kAsked = INT32_MIN;
+
+// What the host knows of a call, so that nobody on a GPU divides.
+struct Shape {
+  float requests_per_group;  // if works are even
+  int cells;                 // of a request in the page table
+  int most_tokens;           // that they have room for
+  Divisor by_page_size;
+};
 
 // Hardware barriers. The values groups pass one more for every tile than the scoring group does, which therefore waits
 // for them at barriers in memory only: docs/sanitizer.md.

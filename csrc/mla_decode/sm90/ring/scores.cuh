@@ -13,8 +13,9 @@ namespace attnops::mla_decode::sm90::ring {
 template <typename T, bool kTrees>
 class Scores {
  public:
-  __device__ Scores(const Params& p, uint8_t* base, uint32_t shared)
+  __device__ Scores(const Params& p, const Shape& shape, uint8_t* base, uint32_t shared)
       : p_(p),
+        shape_(shape),
         base_(base),
         shared_(shared),
         own_(shared + kRopeTile * kTileBytes + fragment()),
@@ -22,37 +23,31 @@ class Scores {
 
   __device__ void run() {
     __syncthreads();
-    const SplitKvEntry& entry = *reinterpret_cast<const SplitKvEntry*>(base_ + kEntry);
-    Walk walk(entry);
-    walk.begin();
-    Piece piece;
-    int left = count_pieces(entry), rest;  // pieces; tiles of this one
-    int given = 0;                         // totals of pieces
-    park(walk);
-    park(piece);
-    park(left);
-    park(rest);
-    park(given);
+    if (is_idle(base_)) return;
     uint32_t q[kKeptSteps][4];
+    int tiles;
 #pragma unroll 1
-    for (; left > 0; --left) {
-      const BlockPlace place = walk.block(p_);
-      walk.place(p_, walk.next(p_, place, p_.cache_seqlens[place.request], piece), piece);
-      rest = piece.num_tiles;
-      if constexpr (kTrees) ask_for_mask(piece);
+    do {
       take_queries(q);
+      wait_full();  // for its first tile the work is there, for its queries not yet
+      if constexpr (kTrees) ask_for_mask();
+      tiles = work().tiles;
+      int done = 0;
+      park(done);
 #pragma unroll 1
-      while (rest > 0) {
-        piece.num_tiles = p_.fixed_split_tokens == 0 ? rest : min_of(p_.fixed_split_tokens / kPlanTileTokens, rest);
-        rest -= piece.num_tiles;
-        score_piece(q, piece, kLastOfPiece | (rest > 0 ? kSameQueries : left > 1 ? 0 : kLastOfAll));
-        if (given > 0) attnops::sm90::mbarrier_wait(shared_ + kTotalsRead, given & 1 ^ 1);
-        ++given;
-        give_totals(piece);
-        piece.first_tile += piece.num_tiles;
-        piece.partial += piece.partial >= 0;
+      while (true) {
+        const int left = (tiles < 0 ? -tiles : tiles) - done;
+        const int cut = p_.fixed_split_tokens == 0 ? left : min_of(p_.fixed_split_tokens / kPlanTileTokens, left);
+        const bool cut_again = cut < left;
+        score_piece(q, done, cut, kLastOfPiece | (cut_again ? kSameQueries : tiles > 0 ? 0 : kLastOfAll));
+        if (totals_ > 0) attnops::sm90::mbarrier_wait(shared_ + kTotalsRead, totals_ & 1 ^ 1);
+        ++totals_;
+        give_totals(done);
+        if (!cut_again) break;
+        done += cut;
       }
-    }
+      ++works_;
+    } while (tiles > 0);
   }
 
  private:
@@ -60,33 +55,33 @@ class Scores {
 
   // The values of a tile are multiplied while this group is in the softmax of the next: they may start when the scores
   // of that tile are done.
-  __device__ void score_piece(const uint32_t (&q)[kKeptSteps][4], const Piece& piece, int last_flags) {
+  __device__ void score_piece(const uint32_t (&q)[kKeptSteps][4], int done, int tiles, int last_flags) {
 #pragma unroll
     for (int h = 0; h < kRowsPerThread; ++h) {
       maximum_[h] = -INFINITY;
       sum_[h] = 0.f;
     }
-    int flags = 0, key = piece.first_tile * kPlanTileTokens;
-    const int end = key + piece.num_tiles * kPlanTileTokens;
+    int flags = 0, key = (work().first_tile + done) * kPlanTileTokens;
+    const int end = key + tiles * kPlanTileTokens;
     bool follows = false;  // a tile whose values are not yet let go
     float s[32];
 #pragma unroll 1
     while (key < end) {
       wait_full();
       if constexpr (kTrees) {
-        if (key + kPlanTileTokens > seen_by_all(piece)) clear_keys(~seen_by_some(piece, key));
+        if (key + kPlanTileTokens > seen_by_all()) clear_keys(~seen_by_some(key));
       } else {
-        if (key + kPlanTileTokens > piece.keys.end) clear_tail(piece.keys.end - key);
+        if (key + kPlanTileTokens > keys_end()) clear_tail(keys_end() - key);
       }
       compute_scores(q, s, keys_of(slot()), uniform(shared_), follows, flags);
-      if (key + kPlanTileTokens > seen_by_all(piece)) mask(piece, key, s);
+      if (key + kPlanTileTokens > seen_by_all()) mask(key, s);
       if (!follows) {
         set_references(s);
       } else if constexpr (kTrees) {
         set_late_references(s);
       }
       // On to tiles that all rows see, without the code for others: instruction fetches are not free.
-      const int plain_end = min_of(seen_by_all(piece), end);
+      const int plain_end = min_of(seen_by_all(), end);
       // Counted down: one register less than comparing keys.
       int left = max_of(plain_end / kPlanTileTokens - key / kPlanTileTokens, 1);
       key += left * kPlanTileTokens;
@@ -168,11 +163,32 @@ class Scores {
   }
 
   // Keys before this one are seen by all rows.
-  __device__ int seen_by_all(const Piece& piece) const {
-    if constexpr (kTrees) return min_of(piece.keys.end, piece.length - p_.tree_keys);
-    if (!p_.causal) return piece.keys.end;
-    const int token = row_place(p_, piece.first_row).token;
-    return min_of(piece.keys.end, piece.length - p_.seqlen_q + token + 1);
+  __device__ int seen_by_all() const {
+    if constexpr (kTrees) return min_of(keys_end(), work().length - p_.tree_keys);
+    if (!p_.causal) return keys_end();
+    const int token = row_place(p_, work().first_row).token;
+    return min_of(keys_end(), work().length - p_.seqlen_q + token + 1);
+  }
+
+  // The part's present work. Read again every time, too.
+  __device__ const volatile Work& work() const {
+    return reinterpret_cast<const volatile Work*>(base_ + kWorks)[works_ % kWorksAhead];
+  }
+
+  // Keys of the request that there are.
+  __device__ int keys_end() const { return min_of(work().length, shape_.most_tokens); }
+
+  // The work as functions for all kernels take it, but for its tiles.
+  __device__ Piece piece() const {
+    const volatile Work& work = this->work();
+    Piece piece;
+    piece.request = work.request;
+    piece.first_row = work.first_row;
+    piece.partial = work.partial;
+    piece.num_rows = piece.partial == kNoRoom ? 0 : min_of(p_.seqlen_q * p_.num_q_heads - piece.first_row, kPlanRows);
+    piece.length = work.length;
+    piece.keys = {0, min_of(piece.length, shape_.most_tokens)};
+    return piece;
   }
 
   // Where the ring stands: one register for a slot and the parity of its phase.
@@ -221,7 +237,7 @@ class Scores {
     uint8_t* tile = base_ + slot() * kOperandBytes;
 #pragma unroll 1
     for (int i = max_of(keys, 0) * 8 + thread; i < kPlanTileTokens * 8; i += kGroupThreads) {
-#pragma unroll 1
+#pragma unroll
       for (int k = 0; k < kTilesQk; ++k) *reinterpret_cast<uint4*>(tile + k * kTileBytes + i * 16) = {};
     }
     attnops::sm90::fence_async_proxy();
@@ -229,8 +245,8 @@ class Scores {
   }
 
   // Of trees: the request's rows of the mask come near long before its drafts do. Behind boxes a word takes 2 us.
-  __device__ void ask_for_mask(const Piece& piece) const {
-    const uint8_t* rows = p_.tree_mask + piece.request * p_.tree_mask_stride_request;
+  __device__ void ask_for_mask() const {
+    const uint8_t* rows = p_.tree_mask + work().request * p_.tree_mask_stride_request;
 #pragma unroll 1
     for (int token = threadIdx.x % 32; token < p_.seqlen_q; token += 32) {
       asm volatile("prefetch.global.L1 [%0];" ::"l"(rows + token * p_.tree_mask_stride_token));
@@ -238,7 +254,8 @@ class Scores {
   }
 
   // Of trees: those of the keys [first_key, first_key + 64) that some row of the request sees.
-  __device__ uint64_t seen_by_some(const Piece& piece, int first_key) const {
+  __device__ uint64_t seen_by_some(int first_key) const {
+    const Piece piece = this->piece();
     const uint64_t inside = bits_below(piece.keys.end - first_key);
     if (first_key + kPlanTileTokens <= piece.length - p_.tree_keys) return inside;  // it ends with the page table
     uint64_t seen = 0;
@@ -258,7 +275,7 @@ class Scores {
 #pragma unroll 1
     for (int i = thread; i < kPlanTileTokens * 8; i += kGroupThreads) {
       if (!(keys >> i / 8 & 1)) continue;
-#pragma unroll 1
+#pragma unroll
       for (int k = 0; k < kTilesQk; ++k) *reinterpret_cast<uint4*>(tile + k * kTileBytes + i * 16) = {};
     }
     attnops::sm90::fence_async_proxy();
@@ -348,7 +365,8 @@ class Scores {
   }
 
   // Removes keys behind each row's end, and those that its tree hides.
-  __device__ void mask(const Piece& piece, int first_key, float (&s)[32]) const {
+  __device__ void mask(int first_key, float (&s)[32]) const {
+    const Piece piece = this->piece();
     RowState rows;
     if constexpr (kTrees) {
       if (piece.num_rows == 0) return;  // a cut without room for its results, whose rows would lie before the mask
@@ -360,7 +378,8 @@ class Scores {
     }
   }
 
-  __device__ void give_totals(const Piece& piece) {
+  // Of the piece that begins `done` tiles into the part's share of the work.
+  __device__ void give_totals(int done) {
     const int lane = threadIdx.x % 32, row = threadIdx.x % kGroupThreads / 32 * 16 + lane / 4;
     float* totals = reinterpret_cast<float*>(base_ + kTotals) + row;
 #pragma unroll
@@ -372,18 +391,22 @@ class Scores {
       }
     }
     if (threadIdx.x % kGroupThreads == 0) {
+      const Piece piece = this->piece();
+      const int cut = p_.fixed_split_tokens == 0 ? 0 : done / (p_.fixed_split_tokens / kPlanTileTokens);
       *reinterpret_cast<StoredPiece*>(base_ + kFinished) = {piece.request, piece.first_row, piece.num_rows,
-                                                            piece.partial};
+                                                            piece.partial < 0 ? -1 : piece.partial + cut};
     }
     attnops::sm90::named_barrier_arrive(kTotalsWritten, kThreads);
   }
 
   const Params& p_;
+  const Shape& shape_;
   uint8_t* const base_;
   const uint32_t shared_;
   const uint32_t own_;  // this lane's part of slot 0's rope part
   const float scale_;   // of scores, in the base-2 logarithm
   int turn_ = 0;
+  int works_ = 0, totals_ = 0;     // done, given
   float maximum_[kRowsPerThread];  // the reference, in the base-2 logarithm
   float sum_[kRowsPerThread];      // of this thread's columns
 };
