@@ -217,7 +217,7 @@ class Loader : public Places<Tr::kKeys> {
       }
       const char* from = source + column * 8;
       for_each_piece<kChunks, kHeadDim>([&](int i, int row, int c) {
-        cp_async_8(raw + ((row * kChunks + c) * 8 + column) * 8, from + (at[i] & INT64_MAX) + c * 64,
+        cp_async_8(raw + raw_piece(row, c, column), from + (at[i] & INT64_MAX) + c * 64,
                    at[i] >= 0 && c * 64 + column * 8 < head_dim);
       });
       return;
@@ -236,13 +236,29 @@ class Loader : public Places<Tr::kKeys> {
     }
   }
 
+  // Byte of an FP8 piece. Rows of a chunk follow each other, so that sixteen lanes have all banks.
+  __device__ __forceinline__ static int raw_piece(int row, int c, int column) {
+    return ((c * Tr::kKeys + row) * 8 + column) * 8;
+  }
+
+  // All pieces are read before the first is stored: the compiler would not read one past a store that may change it.
   template <int kChunks, int kHeadDim>
   __device__ __forceinline__ void convert(char* destination, const char* raw) const {
-    for_each_piece<kChunks, kHeadDim>([&](int, int row, int c) {
-      const uint2 bytes = *reinterpret_cast<const uint2*>(raw + ((row * kChunks + c) * 8 + tid_ % 8) * 8);
-      *reinterpret_cast<uint4*>(destination + c * Tr::kKeys * 128 + swizzled(row, tid_ % 8)) =
-          widen<T>(p_.kv_dtype == DType::kFloat8E5M2, bytes);
+    uint2 bytes[kOwnRows][kChunks];
+    for_each_piece<kChunks, kHeadDim>([&](int i, int row, int c) {
+      bytes[i][c] = *reinterpret_cast<const uint2*>(raw + raw_piece(row, c, tid_ % 8));
     });
+    const auto store = [&](auto is_e5m2) {
+      for_each_piece<kChunks, kHeadDim>([&](int i, int row, int c) {
+        *reinterpret_cast<uint4*>(destination + c * Tr::kKeys * 128 + swizzled(row, tid_ % 8)) =
+            widen<T>(is_e5m2.value, bytes[i][c]);
+      });
+    };
+    if (p_.kv_dtype == DType::kFloat8E5M2) {
+      store(std::true_type{});
+    } else {
+      store(std::false_type{});
+    }
   }
 
   const Params& p_;
