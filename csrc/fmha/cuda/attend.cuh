@@ -73,13 +73,17 @@ class Attention {
       for (int tile = tile_begin; tile < tile_end; ++tile) {
         first = step(tile, first, stage, tile == tile_begin, tile + 1 < tile_end);
         stage ^= kStages - 1;
-        cp_async_wait<0>();
+        cp_async_wait<kInFlight>();
       }
     }
     finish();
   }
 
  private:
+  // Groups of copies that a wait leaves under way. FP8 rows land where only the thread that copies them reads them, so
+  // those of the next tile may come as soon as this one's are converted: keys with its scores, values with its results.
+  static constexpr int kInFlight = kSource == Source::kAny ? 1 : 0;
+
   __device__ __forceinline__ void set_scales() {
     const float k_scale = p_.k_scale != nullptr ? p_.k_scale[w_.kv_head * p_.k_scale_stride] : 1.f;
     scale_ = p_.softmax_scale * k_scale * kLog2e;
@@ -111,7 +115,11 @@ class Attention {
     const int page = kSource == Source::kInRow ? 0 : loader_.look_up(tile + 2);
     if (kStages == 2) loader_.advance(tile + 1);
     if (kStages == 1) {
-      loader_.bring_values(tile, first, 0, !is_first);
+      if (kSource == Source::kAny && loader_.is_raw()) {
+        loader_.bring_keys(tile + 1, w_.place_of(tile + 1) * Tr::kKeys, 0, has_next);
+      } else {
+        loader_.bring_values(tile, first, 0, !is_first);
+      }
       cp_async_commit();
     }
     const bool seen = first < seen_end_ && first + Tr::kKeys > seen_begin_;
@@ -136,17 +144,19 @@ class Attention {
 
   // With one stage: this tile's values are there then, and nobody reads its keys any more.
   __device__ __forceinline__ void await_values() {
-    cp_async_wait<0>();
+    cp_async_wait<kInFlight>();
     loader_.convert_values();
     __syncthreads();
   }
 
-  // With two stages both keys and values, else keys. Returns the tile's first key.
+  // With two stages both keys and values, else keys; FP8 rows: values. Returns the tile's first key.
   __device__ __forceinline__ int bring_next(int tile, int stage, bool go) {
     if (kStages == 1) loader_.advance(tile);
     const int first = w_.place_of(tile) * Tr::kKeys;
     if (kStages == 2) {
       loader_.bring_tile(tile, first, stage ^ 1, go);
+    } else if (kSource == Source::kAny && loader_.is_raw()) {
+      loader_.bring_values(tile, first, 0, go);
     } else {
       loader_.bring_keys(tile, first, 0, go);
     }

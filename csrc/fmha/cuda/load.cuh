@@ -107,6 +107,8 @@ class Loader : public Places<Tr::kKeys> {
                                        smem_address(base_ + Layout::kV) + stage * Layout::kStageBytes, 0, go);
   }
 
+  __device__ __forceinline__ bool is_raw() const { return rows_.keys == Copy::kRawPieces; }
+
   // From FP8, what this thread itself has copied, when it has landed.
   __device__ __forceinline__ void convert_keys() const {
     if (kSource == Source::kAny && rows_.keys == Copy::kRawPieces) {
