@@ -21,6 +21,7 @@ LENGTHS = [130, 64, 5, 517, 66]
 MANY_ROWS = {"num_q_heads": 72, "num_kv_heads": 2}  # of a KV head: more than clusters take
 PAIRED_HEADS = {"num_q_heads": 30, "num_kv_heads": 30, "num_sm_parts": 60}  # more works than clusters take
 TWELVE_ROWS = {"rows": 12, "num_kv_heads": 28}  # the same
+TWENTY_ROWS = {"rows": 20, "num_kv_heads": 28}  # the same, whatever their blocks
 
 # Options of the problem, and: "checked", with a report; "odd", rows of K and V that start on no 16-byte boundary;
 # "rows", those of a KV head, whatever the number of tokens.
@@ -47,10 +48,14 @@ XQA_ROWS = {
     "sm90_cluster_gather_fp8_hd128": {"head_dim": 128, "kv_dtype": FP8, "page_size": 3},
     "sm90_fp8_hd128": {"head_dim": 96, "kv_dtype": FP8, **PAIRED_HEADS},
     "sm90_gather_fp8_hd128": {"head_dim": 128, "kv_dtype": FP8, **TWELVE_ROWS, "page_size": 3},
-    "sm90_fp8_rows_hd128": {"head_dim": 128, "kv_dtype": FP8, **MANY_ROWS},
-    "sm90_gather_fp8_rows_hd128": {"head_dim": 128, "kv_dtype": FP8, **MANY_ROWS, "page_size": 3},
-    "sm90_bf16_hd128": {"head_dim": 128, **MANY_ROWS},
-    "sm90_gather_bf16_hd128": {"head_dim": 128, **MANY_ROWS, "page_size": 3},
+    "sm90_fp8_rows_hd128": {"head_dim": 128, "kv_dtype": FP8, **TWENTY_ROWS},
+    "sm90_gather_fp8_rows_hd128": {"head_dim": 128, "kv_dtype": FP8, **TWENTY_ROWS, "page_size": 3},
+    "sm90_cluster_blocks_bf16_hd128": {"head_dim": 128, **MANY_ROWS},
+    "sm90_cluster_blocks_gather_bf16_hd128": {"head_dim": 128, **MANY_ROWS, "page_size": 3},
+    "sm90_cluster_blocks_fp8_hd128": {"head_dim": 128, "kv_dtype": FP8, **MANY_ROWS},
+    "sm90_cluster_blocks_gather_fp8_hd128": {"head_dim": 128, "kv_dtype": FP8, **MANY_ROWS, "page_size": 3},
+    "sm90_bf16_hd128": {"head_dim": 128, **TWENTY_ROWS},
+    "sm90_gather_bf16_hd128": {"head_dim": 128, **TWENTY_ROWS, "page_size": 3},
     "sm90_cluster_wgmma_bf16_hd192": {"head_dim": 192},
     "sm90_bf16_hd192": {"head_dim": 192, **MANY_ROWS},
     "sm90_bf16_hd256": {"head_dim": 256},

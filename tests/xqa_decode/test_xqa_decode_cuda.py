@@ -352,6 +352,9 @@ def test_one_graph_serves_even_and_skewed_batches(tokens, heads):
         (8, 4224, (32, 4), 64),
         (12, 2100, (8, 4), 1),
         (9, 2112, (60, 3), 48),
+        (16, 1088, (64, 1), 64),  # blocks of rows
+        (11, 1101, (96, 2), 3),
+        (32, 1088, (27, 1), 16),
     ],
 )
 @pytest.mark.parametrize("head_dim", [128, 64])
@@ -374,6 +377,8 @@ def test_lengths_decide_between_teams_and_parts(requests, tokens, heads, page_si
         ([1000], (8, 1)),  # one work, many clusters, whose results meet in memory
         ([999, 40], (32, 2)),  # 16 rows
         ([999, 0, 65, 300], (50, 2)),  # 25
+        ([999, 0, 65, 300], (90, 2)),  # 45, in blocks of 16
+        ([70, 1, 200], (201, 1)),  # more than parts of the same kernel take
     ],
 )
 @pytest.mark.parametrize("page_size", [64, 3])

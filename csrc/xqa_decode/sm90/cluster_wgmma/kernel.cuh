@@ -134,19 +134,20 @@ __device__ __forceinline__ void multiply_share(const Params& p, const Shape& sha
   if (!has_share) return cluster_wait();
   Consumer<Tr> consumer(p, shape, boxes, smem);
   Block<Tr> block;
-  consumer.begin(place, 0, block);
+  consumer.begin(place, place.first_row, block);
   const auto piece = share_piece<Tr>(p, team, place, length, share);
   const int senders = min_of(piece.used_shares() - cluster_index * team.ctas, team.ctas);
   if constexpr (Tr::kFolds) {
     if (rank < senders) attend_node<Tr>(smem, consumer, piece, block);
   } else {
-    if (rank < senders) consumer.attend(piece, 0, block);
+    if (rank < senders) consumer.attend(piece, place.first_row, block);
   }
   cluster_wait();  // everybody's barrier is there
   if (senders <= 0) return;
-  if (rank < senders) send_units<Tr>(shape, team, block, rank, shared);
+  const int rows = rows_of(shape, place);
+  if (rank < senders) send_units<Tr>(team, block, rows, rank, shared);
   const int first = rank * team.slice;
-  const int own = min_of(shape.rows * TeamInbox<Tr>::kUnitsPerRow - first, team.slice);
+  const int own = min_of(rows * TeamInbox<Tr>::kUnitsPerRow - first, team.slice);
   if (own <= 0) return;
   if (threadIdx.x == 0) {
     hopper::mbarrier_arrive_expect(shared + SharedLayout<Tr>::kInboxFull, senders * own * kUnitItems * 24);
@@ -162,24 +163,18 @@ __device__ __forceinline__ void multiply_share(const Params& p, const Shape& sha
   }
 }
 
-// Calls of few works. Short ones: as in cluster/ the CTAs of a cluster divide a work evenly from its length alone,
-// without the plan, and merge through each other's shared memory; but keys stream and are multiplied as in the kernel
-// of the plan. Long ones: CTA i does part i of the plan. The lengths decide, here: the host sees none.
-template <class Tr>
-__global__ void __launch_bounds__(Tr::kAllThreads, Tr::kCtasPerSm)
-    xqa_cluster_wgmma_kernel(const __grid_constant__ Params p, const __grid_constant__ Shape shape,
-                             const __grid_constant__ Boxes boxes, const __grid_constant__ Team team,
-                             const __grid_constant__ CUtensorMap key_map,
-                             const __grid_constant__ CUtensorMap value_map) {
-  extern __shared__ __align__(1024) uint8_t smem[];
+// What a CTA of a team does. `place_of`: says where a work is, by its number.
+template <class Tr, class PlaceOf>
+__device__ __forceinline__ void run_team(const Params& p, const Shape& shape, const Boxes& boxes, const Team& team,
+                                         const CUtensorMap& key_map, const CUtensorMap& value_map, uint8_t* smem,
+                                         const PlaceOf& place_of) {
   const uint32_t shared = hopper::smem_address(smem);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const int rank = cluster_rank(), index = team.by_ctas.divide(static_cast<int>(blockIdx.x));
   const int work = team.by_clusters.divide(index), cluster_index = index - work * team.clusters;
   const int share = cluster_index * team.ctas + rank;
-  const int request = shape.by_kv_heads.divide(work);
-  const WorkPlace place{work, request, work - request * p.num_kv_heads};
-  const bool has_share = request < p.batch_size;  // there may be more parts than shares
+  const WorkPlace place = place_of(work);
+  const bool has_share = place.request < p.batch_size;  // there may be more parts than shares
   if (threadIdx.x == 0) {
     hopper::mbarrier_init(shared + SharedLayout<Tr>::kInboxFull, 1);
     init_barriers<Tr>(shared);
@@ -196,6 +191,38 @@ __global__ void __launch_bounds__(Tr::kAllThreads, Tr::kCtasPerSm)
   } else {
     multiply_share<Tr>(p, shape, boxes, team, place, share, has_share, rank, cluster_index, smem);
   }
+}
+
+// Calls of few works. Short ones: as in cluster/ the CTAs of a cluster divide a work evenly from its length alone,
+// without the plan, and merge through each other's shared memory; but keys stream and are multiplied as in the kernel
+// of the plan. Long ones: CTA i does part i of the plan. The lengths decide, here: the host sees none.
+template <class Tr>
+__global__ void __launch_bounds__(Tr::kAllThreads, Tr::kCtasPerSm)
+    xqa_cluster_wgmma_kernel(const __grid_constant__ Params p, const __grid_constant__ Shape shape,
+                             const __grid_constant__ Boxes boxes, const __grid_constant__ Team team,
+                             const __grid_constant__ CUtensorMap key_map,
+                             const __grid_constant__ CUtensorMap value_map) {
+  extern __shared__ __align__(1024) uint8_t smem[];
+  run_team<Tr>(p, shape, boxes, team, key_map, value_map, smem, [&](int work) {
+    const int request = shape.by_kv_heads.divide(work);
+    return WorkPlace{work, request, work - request * p.num_kv_heads};
+  });
+}
+
+// The same of many rows: a block of them is a work of its own, whose keys another one's CTAs read, too.
+template <class Tr>
+__global__ void __launch_bounds__(Tr::kAllThreads, Tr::kCtasPerSm)
+    xqa_cluster_blocks_kernel(const __grid_constant__ Params p, const __grid_constant__ Shape shape,
+                              const __grid_constant__ Boxes boxes, const __grid_constant__ BlockTeam team,
+                              const __grid_constant__ CUtensorMap key_map,
+                              const __grid_constant__ CUtensorMap value_map) {
+  extern __shared__ __align__(1024) uint8_t smem[];
+  run_team<Tr>(p, shape, boxes, team, key_map, value_map, smem, [&](int work) {
+    const int of_keys = team.by_row_blocks.divide(work), request = shape.by_kv_heads.divide(of_keys);
+    const int first_row = (work - of_keys * team.row_blocks) * Tr::kRows;
+    return WorkPlace{work, request, of_keys - request * p.num_kv_heads, first_row,
+                     min_of(shape.rows - first_row, Tr::kRows)};
+  });
 }
 
 }  // namespace attnops::xqa_decode::sm90

@@ -60,6 +60,36 @@ void launch_team_rows(const Params& p, TeamSize size, cudaStream_t stream) {
   launch_dependent<kKernel>(kWhat, launch, stream, p, shape, boxes, team, keys, values);
 }
 
+// Blocks of rows.
+template <class Tr>
+void launch_team_blocks(const Params& p, cudaStream_t stream) {
+  constexpr int kTeamBytes = SharedLayout<Tr>::kBytes, kPartBytes = SharedLayout<PartTraits<Tr>>::kBytes;
+  constexpr int kBytes = max_of(kTeamBytes, kPartBytes);
+  constexpr const char* kWhat = "xqa_decode (clusters, blocks of rows)";
+  constexpr auto kKernel = &xqa_cluster_blocks_kernel<Tr>;
+  if (p.batch_size == 0) return;
+  BlockTeams teams(p);
+  // Other devices than an H200 may not hold the largest clusters.
+  const auto held = [](int ctas) {
+    LaunchShape shape{ctas, Tr::kAllThreads, kBytes, kBytes};
+    shape.cluster = ctas;
+    return clusters_at_once<kKernel, kMaxClusterCtas>(kWhat, shape) > 0;
+  };
+  while (teams.size.ctas > 1 && !held(teams.size.ctas)) teams.size.ctas /= 2;
+  const Shape shape = make_shape(p, PartTraits<Tr>::kRows, 1);
+  Boxes boxes = make_boxes<Tr>(p);
+  boxes.units_of_long = min_of(boxes.units_of_long, PartTraits<Tr>::kUnitsOfLong);  // a team has all of its ring
+  BlockTeam team{make_team(p, teams.size, min_of(shape.rows, Tr::kRows)), teams.blocks, Divisor(teams.blocks)};
+  team.most_tiles = teams.most_tiles;
+  const CUtensorMap keys = make_map<Tr>(p, p.k_pages, p.k_stride_token, p.k_stride_head, p.k_stride_page);
+  const CUtensorMap values = make_map<Tr>(p, p.v_pages, p.v_stride_token, p.v_stride_head, p.v_stride_page);
+  const int ctas = teams.works * team.shares;
+  const int most_ctas = team.most_tiles == 0 ? ctas : max_of(ctas, round_up(p.num_sm_parts, team.ctas));
+  LaunchShape launch{most_ctas, Tr::kAllThreads, kBytes, kBytes};
+  launch.cluster = team.ctas;
+  launch_dependent<kKernel>(kWhat, launch, stream, p, shape, boxes, team, keys, values);
+}
+
 // Slices are whole units, so that those of all CTAs may be some units more than the rows have.
 template <int kHeadDim>
 constexpr int team_inbox_bytes(int rows, int more_units) {
@@ -83,6 +113,15 @@ void launch_folding_team(const Params& p, cudaStream_t stream) {
   if (many) return launch_folding_rows<T, Element, kGathers, 16, 16, 2>(p, size, stream);
   if (size.small) return launch_folding_rows<T, Element, kGathers, 8, 0, 3>(p, size, stream);
   launch_folding_rows<T, Element, kGathers, 8, 16, 2>(p, size, stream);
+}
+
+template <typename T, int kHeadDim, bool kGathers = false, typename Element = T>
+void launch_cluster_blocks(const Params& p, cudaStream_t stream) {
+  constexpr int kInbox = team_inbox_bytes<kHeadDim>(BlockTeams::kRows, 16);
+  constexpr int kPartRows = most_rows_of_parts(sizeof(Element) == 1);
+  using OfTeam = Traits<T, kHeadDim, BlockTeams::kRows, kInbox, 2, kGathers, kNoFold, Element>;
+  using OfPart = Traits<T, kHeadDim, kPartRows, 0, 2, kGathers, kNoFold, Element>;
+  launch_team_blocks<BlockTraits<OfTeam, OfPart>>(p, stream);
 }
 
 // Whether batch-invariant calls have clusters: where the kernels of the plan fold, too.

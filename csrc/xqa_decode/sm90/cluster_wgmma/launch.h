@@ -14,4 +14,8 @@ LaunchFunction launch_cluster_wgmma_fp8_hd64, launch_cluster_wgmma_fp8_hd128;
 LaunchFunction launch_cluster_gather_bf16_hd64, launch_cluster_gather_bf16_hd128, launch_cluster_gather_fp16_hd128,
     launch_cluster_gather_fp8_hd64, launch_cluster_gather_fp8_hd128;
 
+// More rows, of short calls.
+LaunchFunction launch_cluster_blocks_bf16_hd128, launch_cluster_blocks_fp8_hd128,
+    launch_cluster_blocks_gather_bf16_hd128, launch_cluster_blocks_gather_fp8_hd128;
+
 }  // namespace attnops::xqa_decode::sm90

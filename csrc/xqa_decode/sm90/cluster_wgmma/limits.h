@@ -38,8 +38,7 @@ inline bool clusters_can_meet(const Params& p, int works, int clusters) {
 // How many CTAs take a work whose length is known to be short, by the works and the tiles that each may have: measured
 // on an H200, which holds 132 clusters of 2, 62 of 4, 30 of 8 and 14 of 16 at two CTAs per SM, and at three enough of 8
 // and 16 for 256 CTAs.
-inline TeamSize short_team_size(const Params& p) {
-  const int works = p.batch_size * p.num_kv_heads, rows = p.seqlen_q * (p.num_q_heads / p.num_kv_heads);
+inline TeamSize short_team_size(const Params& p, int works, int rows) {
   const int64_t tiles = max_of<int64_t>((most_visible_tokens(p) + 63) / 64, 1);  // of a table without a cell, too
   const bool small = rows <= 8 && p.head_dim <= 128;  // more leave too little of a third of an SM
   if (works > 62) return {2, 1, false};
@@ -55,6 +54,9 @@ inline TeamSize short_team_size(const Params& p) {
     size.clusters = static_cast<int>(min_of<int64_t>((tiles + 15) / 16, most));
   }
   return clusters_can_meet(p, works, size.clusters) ? size : TeamSize{16, 1, small};
+}
+inline TeamSize short_team_size(const Params& p) {
+  return short_team_size(p, p.batch_size * p.num_kv_heads, p.seqlen_q * (p.num_q_heads / p.num_kv_heads));
 }
 
 // Whether some request may have more tokens than the CTAs of a work should take: requests differ in length then, and
@@ -77,11 +79,33 @@ inline int lone_tiles(const TeamSize& size) { return size.clusters == 1 ? 0 : (s
 // Tiles of a request beyond which the parts of the plan are faster, where some may have more; 0: none. Few pairs leave
 // most SMs idle: the plan is faster sooner.
 inline constexpr int kFewTeams = 16;
-inline int most_team_tiles(const Params& p, const TeamSize& size) {
-  const int tokens = p.batch_size * p.num_kv_heads > kFewTeams ? kMaxShareTokens : kMaxShareTokens / 2;
+inline int most_team_tiles(const Params& p, const TeamSize& size, int works, bool chooses) {
+  const int tokens = works > kFewTeams ? kMaxShareTokens : kMaxShareTokens / 2;
   const int most = tokens / kPlanTileTokens * size.shares();
-  return device_chooses(p) && most_visible_tokens(p) > int64_t{kPlanTileTokens} * most ? most : 0;
+  return chooses && most_visible_tokens(p) > int64_t{kPlanTileTokens} * most ? most : 0;
 }
+inline int most_team_tiles(const Params& p, const TeamSize& size) {
+  return most_team_tiles(p, size, p.batch_size * p.num_kv_heads, device_chooses(p));
+}
+
+// More rows than a team has in one pass, of a short call, are blocks of so many, each with a team: its tiles then take
+// a third of the time, and its merge goes through shared memory. Keys are read once more for each block, from L2.
+struct BlockTeams {
+  static constexpr int kRows = 16;
+  int blocks, works;
+  TeamSize size;
+  bool device_chooses;
+  int most_tiles;
+
+  explicit BlockTeams(const Params& p)
+      : blocks(ceil_div(p.seqlen_q * (p.num_q_heads / p.num_kv_heads), kRows)),
+        works(p.batch_size * p.num_kv_heads * blocks),
+        size(short_team_size(p, works, kRows)),
+        device_chooses(may_be_long(p, size)) {
+    if (device_chooses) size = {2, 1, false};
+    most_tiles = most_team_tiles(p, size, works, device_chooses);
+  }
+};
 
 // Batch-invariant calls (fold.cuh): how many leaves a work may have, and a CTA of a cluster may take.
 inline constexpr int kLogMostRun = 3;
@@ -147,6 +171,39 @@ inline std::string reject_cluster_wgmma(const Params& p) {
 // Those that do not fold.
 inline std::string reject_balanced_cluster(const Params& p) {
   return p.fixed_split_tokens == 0 ? reject_cluster_wgmma(p) : "takes balanced plans, got fixed_split_tokens";
+}
+
+// Blocks of rows. Where lengths decide, the kernel has parts of the plan, too, for so many rows.
+constexpr int most_rows_of_parts(bool fp8) { return fp8 ? 32 : 64; }
+
+inline std::string reject_team_blocks(const Params& p) {
+  const int rows = p.seqlen_q * (p.num_q_heads / p.num_kv_heads);
+  if (p.batch_size == 0) return "takes at least one request, got none";
+  if (p.fixed_split_tokens != 0) return "takes balanced plans, got fixed_split_tokens";
+  if (rows <= BlockTeams::kRows || rows > kMaxTeams * BlockTeams::kRows) {
+    return "takes seqlen_q * group above 16, got " + std::to_string(rows);
+  }
+  const BlockTeams teams(p);
+  if (teams.works > kMaxTeams) {
+    return "takes up to " + std::to_string(kMaxTeams) + " (request, KV head, 16 rows), got " +
+           std::to_string(teams.works);
+  }
+  const int most = most_rows_of_parts(size_of(p.kv_dtype) == 1);
+  if (teams.device_chooses && rows > most) {
+    return "takes seqlen_q * group up to " + std::to_string(most) + " where the page table or the window has " +
+           std::to_string(most_visible_tokens(p)) + " tokens, got " + std::to_string(rows);
+  }
+  return "";
+}
+
+inline std::string reject_cluster_blocks(const Params& p) {
+  const std::string reason = reject_team_blocks(p);
+  return reason.empty() ? reject_boxes(p) : reason;
+}
+
+inline std::string reject_cluster_blocks_gather(const Params& p) {
+  const std::string reason = reject_team_blocks(p);
+  return reason.empty() ? reject_gather(p) : reason;
 }
 
 // Those that gather rows.

@@ -44,17 +44,37 @@ __device__ __forceinline__ bool is_long(const Params& p, const Team& team, int l
 
 // The kernel as one of the plan: as few units on their way, at places of their own in shared memory.
 template <class Tr>
-struct PartTraits : Tr {
+struct FewUnitsTraits : Tr {
   static constexpr int kUnits =
       Tr::kGathers ? Tr::kUnits : min_of(Tr::kUnits, Tr::kFp8 ? 4 : 64 * 1024 / Tr::kUnitBytes);
 };
+
+// Teams that have blocks of rows, and what does parts of the plan for them: with all rows at once.
+template <class Tr, class Part_>
+struct BlockTraits : Tr {
+  using Part = Part_;
+  static_assert(Part::kAllThreads == Tr::kAllThreads && Part::kCtasPerSm == Tr::kCtasPerSm);
+  static_assert(Part::kColumns == Tr::kColumns);
+};
+
+template <class Tr>
+struct PartOf {
+  using Traits = FewUnitsTraits<Tr>;
+};
+template <class Tr>
+  requires requires { typename Tr::Part; }
+struct PartOf<Tr> {
+  using Traits = typename Tr::Part;
+};
+template <class Tr>
+using PartTraits = typename PartOf<Tr>::Traits;
 
 // Calls `walk` with the pieces of the CTA's part, if it has any. For all threads of the CTA.
 template <class Tr, class Walk>
 __device__ __forceinline__ void with_part(const Params& p, const Shape& shape, uint32_t shared, const Walk& walk) {
   const int part = blockIdx.x;
   if (part >= p.num_sm_parts) return;
-  constexpr bool kOwnBarriers = PartTraits<Tr>::kUnits != Tr::kUnits;
+  constexpr bool kOwnBarriers = SharedLayout<PartTraits<Tr>>::kFull != SharedLayout<Tr>::kFull;
   if (kOwnBarriers && threadIdx.x == 0) init_barriers<PartTraits<Tr>>(shared);
   const PartEntry entry(p, shape, part);
   __syncthreads();

@@ -45,10 +45,15 @@ __device__ __forceinline__ void store_element(const Params& p, int64_t at, float
 
 inline constexpr int kFew = 4;  // CTAs whose results one thread merges
 
+// Rows of a work, which may be a block of a request's.
+__device__ __forceinline__ int rows_of(const Shape& shape, const WorkPlace& place) {
+  return place.rows > 0 ? place.rows : shape.rows;
+}
+
 // Sends the CTA's results of each unit to the CTA that merges it: sums with their references, or, where kernels fold
 // (fold_merge.cuh), mean values with their lse.
 template <class Tr>
-__device__ __forceinline__ void send_units(const Shape& shape, const Team& team, const RowState<Tr>& block, int rank,
+__device__ __forceinline__ void send_units(const Team& team, const RowState<Tr>& block, int rows, int rank,
                                            uint32_t shared) {
   using In = TeamInbox<Tr>;
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -57,7 +62,7 @@ __device__ __forceinline__ void send_units(const Shape& shape, const Team& team,
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = 8 * n + 2 * t + i;
-      if (row >= shape.rows) continue;
+      if (row >= rows) continue;
 #pragma unroll
       for (int pair = 0; pair < In::kPairs; ++pair) {
         const int unit = row * In::kUnitsPerRow + pair * Tr::kWarps + warp;
@@ -89,7 +94,7 @@ __device__ __forceinline__ void merge_few(const Params& p, const Shape& shape, c
   for (int item = threadIdx.x; item < own * kUnitItems; item += Tr::kThreads) {
     const int unit = rank * team.slice + item / kUnitItems;
     const int d = item_dim<Tr>(unit, item % kUnitItems);
-    const OutputPlace to(p, shape, place, unit / In::kUnitsPerRow, d);
+    const OutputPlace to(p, shape, place, place.first_row + unit / In::kUnitsPerRow, d);
     mbarrier_wait_cluster(shared + SharedLayout<Tr>::kInboxFull, 0);
     float2 stat[kFew];
     float4 values[kFew];
@@ -123,12 +128,13 @@ __device__ __forceinline__ void merge_units(const Params& p, const Shape& shape,
                                             int clusters, uint32_t shared, const uint8_t* smem) {
   using In = TeamInbox<Tr>;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int first = rank * team.slice, end = min_of(first + team.slice, shape.rows * In::kUnitsPerRow);
+  const int units = rows_of(shape, place) * In::kUnitsPerRow;
+  const int first = rank * team.slice, end = min_of(first + team.slice, units);
   const int which = lane / kUnitItems;  // of an item's four dims, for this lane to store
 #pragma unroll 1
   for (int unit = first + warp; unit < end; unit += Tr::kWarps) {
     const int d = item_step<Tr>(which) + item_dim<Tr>(unit, lane % kUnitItems);
-    const OutputPlace to(p, shape, place, unit / In::kUnitsPerRow, d);
+    const OutputPlace to(p, shape, place, place.first_row + unit / In::kUnitsPerRow, d);
     mbarrier_wait_cluster(shared + SharedLayout<Tr>::kInboxFull, 0);
     ItemSum total = sum_terms<kMaxClusterCtas / 4>(senders, lane, [&](int i, float* sum, float4* v) {
       const int at = (i * team.slice + unit - first) * kUnitItems + lane % kUnitItems;
@@ -137,8 +143,8 @@ __device__ __forceinline__ void merge_units(const Params& p, const Shape& shape,
       *sum = stat.y;
       return stat.x;
     });
-    if (clusters > 1 && !meet_clusters<Tr>(p, shape.rows * In::kUnitsPerRow, team.clusters, place.work, cluster_index,
-                                           clusters, unit, lane, total)) {
+    if (clusters > 1 &&
+        !meet_clusters<Tr>(p, units, team.clusters, place.work, cluster_index, clusters, unit, lane, total)) {
       continue;
     }
     const float lse = total.lse(Tr::kProbShift);

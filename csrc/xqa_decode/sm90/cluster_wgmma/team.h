@@ -15,4 +15,10 @@ struct Team {
   int lone_tiles;  // works of so many tiles or fewer are for one of their clusters
 };
 
+// The same where a work is a block of a request's rows.
+struct BlockTeam : Team {
+  int row_blocks;
+  Divisor by_row_blocks;
+};
+
 }  // namespace attnops::xqa_decode::sm90
