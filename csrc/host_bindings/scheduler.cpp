@@ -42,7 +42,7 @@ PYBIND11_MODULE(_scheduler, m) {
   py::class_<SplitKvGeometry>(m, "SplitKvGeometry")
       .def(py::init([](int works_per_request, int seqlen_q, int tile_tokens, int window_left, int num_sm_parts,
                        int work_overhead, int fixed_split_tiles, int parts_per_group, int even_shares, int short_tiles,
-                       int dealt_works, int more_of_lone) {
+                       int dealt_works, int more_of_lone, int whole_overhead) {
              SplitKvGeometry geometry{0,
                                       works_per_request,
                                       seqlen_q,
@@ -56,12 +56,14 @@ PYBIND11_MODULE(_scheduler, m) {
                                       short_tiles};
              geometry.dealt_works = dealt_works;
              geometry.more_of_lone = more_of_lone;
+             geometry.whole_overhead = whole_overhead;
              return geometry;
            }),
            py::kw_only(), py::arg("works_per_request"), py::arg("seqlen_q"), py::arg("tile_tokens"),
            py::arg("window_left") = -1, py::arg("num_sm_parts"), py::arg("work_overhead"),
            py::arg("fixed_split_tiles") = 0, py::arg("parts_per_group") = 1, py::arg("even_shares") = 0,
-           py::arg("short_tiles") = 0, py::arg("dealt_works") = 0, py::arg("more_of_lone") = 0)
+           py::arg("short_tiles") = 0, py::arg("dealt_works") = 0, py::arg("more_of_lone") = 0,
+           py::arg("whole_overhead") = 0)
       .def_readonly("works_per_request", &SplitKvGeometry::works_per_request)
       .def_readonly("tile_tokens", &SplitKvGeometry::tile_tokens)
       .def_readonly("num_sm_parts", &SplitKvGeometry::num_sm_parts)

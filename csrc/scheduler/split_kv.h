@@ -62,6 +62,7 @@ struct SplitKvGeometry {
   bool whole = false;       // found by the planner, where short_tiles asks it to look: no work is cut
   int cuts = 0;             // so found: share s has piece s % cuts of work s / cuts; 0: shares are by cost
   int dealt_works = 0;      // of each part, from which on parts may take them in an order, see below; 0: never
+  int whole_overhead = 0;   // of work_overhead, at most, where works that outnumber shares may stay whole; 0: all
   int more_of_lone = 0;     // tiles that a share may have more than its budget for having one piece, up to half of it
   int piece = 0;            // found by the planner: tiles of the longest piece, if shares have one each
 };
@@ -203,7 +204,7 @@ ATTNOPS_HOST_DEVICE inline int most_whole_tiles(const SplitKvGeometry& g, int64_
   if (works > shares) {
     const int idle = ceil_div(works, shares) * shares - works;  // works that would fit beside, if they are even
     const int work = !even ? kCutsCost + kTileCost : idle > 0 ? kCutsCost * shares / idle : INT32_MAX;
-    most = (work - overhead) / kTileCost;
+    most = (work - (g.whole_overhead > 0 ? min_of(overhead, int64_t{g.whole_overhead}) : overhead)) / kTileCost;
   } else if (works * 2 > shares) {
     most = (budget - overhead + kCutsCost) / kTileCost;
   } else if (!even) {

@@ -137,7 +137,8 @@ STABLE_TORCH_LIBRARY(attnops, m) {
   // xqa_decode/
   m.def(
       "xqa_decode_plan(Tensor(a!) tile_scheduler_metadata, Tensor(b!) num_splits, Tensor cache_seqlens, int seqlen_q, "
-      "int num_kv_heads, int window_left=-1, int fixed_split_tokens=0, int rows=1) -> ()");
+      "int num_kv_heads, int window_left=-1, int fixed_split_tokens=0, int rows=1, "
+      "int kv_bytes=2) -> ()");
   m.def(
       "xqa_decode(Tensor(a!) out, Tensor(b!)? lse, Tensor q, Tensor k_pages, Tensor v_pages, Tensor page_table, "
       "Tensor? kv_indptr, Tensor cache_seqlens, Tensor tile_scheduler_metadata, Tensor num_splits, "

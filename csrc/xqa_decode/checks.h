@@ -13,9 +13,10 @@ struct PlanParams {
 
 inline PlanParams checked_plan_params(const Tensor& tile_scheduler_metadata, const Tensor& num_splits,
                                       const Tensor& cache_seqlens, int64_t seqlen_q, int64_t num_kv_heads,
-                                      int64_t window_left, int64_t fixed_split_tokens, int64_t rows) {
+                                      int64_t window_left, int64_t fixed_split_tokens, int64_t rows, int64_t kv_bytes) {
   constexpr const char* kOp = "xqa_decode_plan";
   check_range(kOp, "rows", rows, 1, 1 << 30);
+  check_range(kOp, "kv_bytes", kv_bytes, 1, 4);
   check_range(kOp, "seqlen_q", seqlen_q, 1, kMaxSeqlenQ);
   check_range(kOp, "num_kv_heads", num_kv_heads, 1, 1 << 16);
   check_range(kOp, "window_left", window_left, -1, kMaxWindow);

@@ -17,9 +17,9 @@ namespace {
 
 void xqa_decode_plan_cpu(const Tensor& tile_scheduler_metadata, const Tensor& num_splits, const Tensor& cache_seqlens,
                          int64_t seqlen_q, int64_t num_kv_heads, int64_t window_left, int64_t fixed_split_tokens,
-                         int64_t rows) {
+                         int64_t rows, int64_t kv_bytes) {
   const PlanParams plan = checked_plan_params(tile_scheduler_metadata, num_splits, cache_seqlens, seqlen_q,
-                                              num_kv_heads, window_left, fixed_split_tokens, rows);
+                                              num_kv_heads, window_left, fixed_split_tokens, rows, kv_bytes);
   attnops::cpu::SplitKvPlanner(plan.geometry, plan.tensors.cache_seqlens)
       .write(plan.tensors.tile_scheduler_metadata, plan.tensors.num_splits);
 }

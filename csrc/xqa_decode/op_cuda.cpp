@@ -13,7 +13,14 @@ namespace {
 constexpr int kManyRows = 64, kShortTilesOfMany = 8;
 constexpr int kOverheadOfMany = 2 * static_cast<int>(kTileCost);
 
-SplitKvGeometry geometry_of_rows(SplitKvGeometry geometry, int64_t rows) {
+// A tile of few e4m3 rows takes as long to convert as its bytes take to come. So nothing hides what a work costs
+// besides, some two tiles more than one of 16 bits.
+constexpr int kOverheadOfBytes = 2 * static_cast<int>(kTileCost);
+
+SplitKvGeometry geometry_of_rows(SplitKvGeometry geometry, int64_t rows, int64_t kv_bytes) {
+  if (rows <= kManyRows && kv_bytes == 1 && geometry.fixed_split_tiles == 0) {
+    geometry.whole_overhead = geometry.work_overhead, geometry.work_overhead = kOverheadOfBytes;
+  }
   if (rows <= kManyRows) return geometry;
   geometry.short_tiles = kShortTilesOfMany;
   if (geometry.fixed_split_tiles == 0) geometry.work_overhead = kOverheadOfMany;
@@ -22,10 +29,10 @@ SplitKvGeometry geometry_of_rows(SplitKvGeometry geometry, int64_t rows) {
 
 void xqa_decode_plan_cuda(const Tensor& tile_scheduler_metadata, const Tensor& num_splits, const Tensor& cache_seqlens,
                           int64_t seqlen_q, int64_t num_kv_heads, int64_t window_left, int64_t fixed_split_tokens,
-                          int64_t rows) {
+                          int64_t rows, int64_t kv_bytes) {
   const PlanParams plan = checked_plan_params(tile_scheduler_metadata, num_splits, cache_seqlens, seqlen_q,
-                                              num_kv_heads, window_left, fixed_split_tokens, rows);
-  const SplitKvGeometry geometry = geometry_of_rows(gpu_plan_geometry(plan.geometry), rows);
+                                              num_kv_heads, window_left, fixed_split_tokens, rows, kv_bytes);
+  const SplitKvGeometry geometry = geometry_of_rows(gpu_plan_geometry(plan.geometry), rows, kv_bytes);
   const OnDevice guard(cache_seqlens);
   launch_plan(geometry, plan.tensors.cache_seqlens, plan.tensors.tile_scheduler_metadata, plan.tensors.num_splits,
               current_stream(cache_seqlens));

@@ -2,6 +2,7 @@
 
 import itertools
 
+import _scheduler
 import pytest
 import torch
 from attnops import ops  # noqa: F401  (loads the ops)
@@ -164,6 +165,34 @@ def test_xqa_parts_of_a_gpu_come_in_groups_of_a_head_each(batch, num_sm_parts, n
     if fixed_split_tokens == 0:
         shares = xqa_rows_on_a_gpu(lengths, shares, 2, 1, 511, groups)
     assert torch.equal(plan("cuda", num_sm_parts, num_heads), shares.repeat_interleave(num_heads, 0))
+
+
+@pytest.mark.parametrize(("num_sm_parts", "num_heads"), [(264, 8), (33, 33), (264, 1), (8, 3)])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_works_over_bytes_cost_more(batch, num_sm_parts, num_heads):
+    """Two tiles besides its own, but where it is decided whether works stay whole."""
+    lengths = BATCHES[batch]
+    metadata = torch.full((num_sm_parts, 8), POISON, dtype=torch.int32, device="cuda")
+    num_splits = torch.zeros(len(lengths) + 1, dtype=torch.int32, device="cuda")
+    OPS.xqa_decode_plan(metadata, num_splits, int32(lengths, "cuda"), 1, num_heads, -1, 0, 8, 1)
+    grouped = num_heads > 1 and num_sm_parts % num_heads == 0
+    geometry = _scheduler.SplitKvGeometry(
+        works_per_request=1 if grouped else num_heads,
+        seqlen_q=1,
+        tile_tokens=64,
+        num_sm_parts=num_sm_parts,
+        work_overhead=16,
+        whole_overhead=4,
+        parts_per_group=num_heads if grouped else 1,
+        short_tiles=2,
+        dealt_works=4,
+        more_of_lone=4,
+    )
+    fields = ("begin_work", "begin_tile", "end_work", "end_tile")
+    fields += ("begin_split", "begin_num_splits", "last_num_splits", "first_part")
+    expected = _scheduler.plan_split_kv(geometry, lengths)
+    assert metadata.tolist() == [[getattr(entry, field) for field in fields] for entry in expected]
+    assert num_splits.tolist() == _scheduler.num_splits(geometry, lengths)
 
 
 @pytest.mark.parametrize(("rows", "most"), [(32, 3), (64, 3), (65, 8), (256, 8)])

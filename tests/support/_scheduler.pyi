@@ -14,6 +14,9 @@ class SplitKvGeometry:
         parts_per_group: int = 1,
         even_shares: int = 0,
         short_tiles: int = 0,
+        dealt_works: int = 0,
+        more_of_lone: int = 0,
+        whole_overhead: int = 0,
     ) -> None: ...
     @property
     def works_per_request(self) -> int: ...

@@ -44,6 +44,7 @@ GEOMETRIES = st.fixed_dictionaries(
         "even_shares": st.sampled_from([0, 0, 1, 3, 120]),
         "short_tiles": st.sampled_from([0, 2, 8]),
         "more_of_lone": st.sampled_from([0, 4]),
+        "whole_overhead": st.sampled_from([0, 4]),
     }
 )
 

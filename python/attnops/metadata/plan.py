@@ -105,12 +105,14 @@ class XqaDecodePlan(SplitKvPlan):
     Attributes:
         prefill, cu_seqlens_q: Where `fmha_paged`'s kernels are faster (`suits_prefill`): their plan, and int32
             ``[B + 1]``, where each request's tokens begin. Calls that they do not serve go by the rest of the plan.
+        kv_bytes: Of an element of the pages: shares of FP8 works are planned by other costs.
     """
 
     num_kv_heads: int
     head_dim: int
     prefill: FmhaPlan | None = None
     cu_seqlens_q: Tensor | None = None
+    kv_bytes: int = 2
 
     @property
     def rows(self) -> int:
@@ -159,7 +161,7 @@ class XqaDecodePlan(SplitKvPlan):
             max_seqlen_k: Bound of every `cache_seqlens`; needed with a positive `fixed_split_tokens`, else unused.
             num_sm_parts: Shares; when None `xqa_num_sm_parts`: on CUDA at most SM count times `XQA_PARTS_PER_SM`, else
                 the number of threads.
-            kv_dtype: Of the pages, where it is known: batch-invariant plans have more shares over FP8.
+            kv_dtype: Of the pages, where it is known: FP8 works cost more, and batch-invariant plans have more shares.
             page_size: Tokens of a page, where it is known: sizes below 8 or no power of two may get fewer shares.
 
         Raises:
@@ -208,6 +210,7 @@ class XqaDecodePlan(SplitKvPlan):
             head_dim=head_dim,
             window_left=window_left,
             fixed_split_tokens=fixed_split_tokens,
+            kv_bytes=2 if kv_dtype is None else kv_dtype.itemsize,
             **allocate_tensors(batch_size, rows, head_dim, num_sm_parts, num_partials, num_semaphores, device),
         )
 

@@ -47,6 +47,7 @@ def xqa_decode_plan(plan: XqaDecodePlan, cache_seqlens: Tensor) -> None:
         plan.window_left,
         plan.fixed_split_tokens,
         plan.rows,
+        plan.kv_bytes,
     )
     if plan.prefill is not None and plan.cu_seqlens_q is not None:
         order_tiles(plan.prefill, plan.cu_seqlens_q, None, cache_seqlens)
