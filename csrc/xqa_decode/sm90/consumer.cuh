@@ -457,8 +457,9 @@ class Consumer {
   __device__ __forceinline__ void wait_for_unit() const { wait_for_unit(place_); }
   __device__ __forceinline__ void wait_for_unit(const RingPlace<Tr>& place) const {
     place.wait(shared_ + Shared::kFull);
-    // Rows arrive by ordinary writes. Warps that widen a tile have done the same.
-    if constexpr (Tr::kGathers && !Tr::kWidensAhead) hopper::fence_async_proxy();
+    // Rows arrive by ordinary writes, and products read them. Those of e4m3 are read by loads, or widened by warps that
+    // have done the same.
+    if constexpr (Tr::kGathers && !Tr::kFp8) hopper::fence_async_proxy();
   }
 
   __device__ __forceinline__ uint32_t queries() const {
