@@ -62,7 +62,7 @@ struct SplitKvGeometry {
   bool whole = false;       // found by the planner, where short_tiles asks it to look: no work is cut
   int cuts = 0;             // so found: share s has piece s % cuts of work s / cuts; 0: shares are by cost
   int dealt_works = 0;      // of each part, from which on parts may take them in an order, see below; 0: never
-  int whole_overhead = 0;   // of work_overhead, at most, where works that outnumber shares may stay whole; 0: all
+  int whole_overhead = 0;   // of work_overhead, at most, where it is decided whether works stay whole; 0: all of it
   int more_of_lone = 0;     // tiles that a share may have more than its budget for having one piece, up to half of it
   int piece = 0;            // found by the planner: tiles of the longest piece, if shares have one each
 };
@@ -193,6 +193,11 @@ ATTNOPS_HOST_DEVICE inline int num_works(const SplitKvGeometry& g) { return g.nu
 // What shares pay where works are cut, in cost units: a second piece, and the merge behind all of them.
 inline constexpr int kSecondPieceCost = 2 * kTileCost, kCutsCost = 4 * kTileCost;
 
+// The overhead by which it is decided whether works stay whole: shares by cost may count more.
+ATTNOPS_HOST_DEVICE inline int64_t overhead_of_whole(const SplitKvGeometry& g) {
+  return g.whole_overhead > 0 ? min_of(overhead_cost(g), int64_t{g.whole_overhead}) : overhead_cost(g);
+}
+
 // Works of no more tiles than this all stay whole, by the cost of the batch. A thread of the planner looks for longer
 // ones.
 ATTNOPS_HOST_DEVICE inline int most_whole_tiles(const SplitKvGeometry& g, int64_t budget) {
@@ -204,7 +209,7 @@ ATTNOPS_HOST_DEVICE inline int most_whole_tiles(const SplitKvGeometry& g, int64_
   if (works > shares) {
     const int idle = ceil_div(works, shares) * shares - works;  // works that would fit beside, if they are even
     const int work = !even ? kCutsCost + kTileCost : idle > 0 ? kCutsCost * shares / idle : INT32_MAX;
-    most = (work - (g.whole_overhead > 0 ? min_of(overhead, int64_t{g.whole_overhead}) : overhead)) / kTileCost;
+    most = (work - overhead_of_whole(g)) / kTileCost;
   } else if (works * 2 > shares) {
     most = (budget - overhead + kCutsCost) / kTileCost;
   } else if (!even) {
@@ -257,7 +262,8 @@ inline constexpr int kMostDealtRequests = 1024, kShortWorkTiles = 2;
 ATTNOPS_HOST_DEVICE inline bool deals_works(const SplitKvGeometry& g, int64_t budget, int longest) {
   if (g.dealt_works == 0 || g.fixed_split_tiles != 0 || g.num_requests > kMostDealtRequests) return false;
   const int64_t works = int64_t{g.num_requests} * g.works_per_request * g.parts_per_group;
-  return works > 0 && works >= int64_t{g.dealt_works} * g.num_sm_parts && kTileCost * longest <= budget;
+  const int64_t more = (overhead_cost(g) - overhead_of_whole(g)) * num_works(g) / num_shares(g);  // in the budget
+  return works > 0 && works >= int64_t{g.dealt_works} * g.num_sm_parts && kTileCost * longest <= budget - more;
 }
 
 ATTNOPS_HOST_DEVICE inline int dealt_word(int longer, bool even) { return even ? -1 - longer : 1 + longer; }

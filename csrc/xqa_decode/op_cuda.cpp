@@ -14,16 +14,18 @@ constexpr int kManyRows = 64, kShortTilesOfMany = 8;
 constexpr int kOverheadOfMany = 2 * static_cast<int>(kTileCost);
 
 // A tile of few e4m3 rows takes as long to convert as its bytes take to come. So nothing hides what a work costs
-// besides, some two tiles more than one of 16 bits.
-constexpr int kOverheadOfBytes = 2 * static_cast<int>(kTileCost);
+// besides, some three tiles. What stays whole is decided as over 16 bits: by how long a merge takes.
+constexpr int kFewRows = 16, kOverheadOfBytes = 3 * static_cast<int>(kTileCost);
 
 SplitKvGeometry geometry_of_rows(SplitKvGeometry geometry, int64_t rows, int64_t kv_bytes) {
-  if (rows <= kManyRows && kv_bytes == 1 && geometry.fixed_split_tiles == 0) {
-    geometry.whole_overhead = geometry.work_overhead, geometry.work_overhead = kOverheadOfBytes;
+  const bool balanced = geometry.fixed_split_tiles == 0;
+  if (rows <= kFewRows && kv_bytes == 1 && balanced) {
+    geometry.whole_overhead = geometry.work_overhead;
+    geometry.work_overhead = kOverheadOfBytes;
   }
   if (rows <= kManyRows) return geometry;
   geometry.short_tiles = kShortTilesOfMany;
-  if (geometry.fixed_split_tiles == 0) geometry.work_overhead = kOverheadOfMany;
+  if (balanced) geometry.work_overhead = kOverheadOfMany;
   return geometry;
 }
 

@@ -168,20 +168,21 @@ def test_xqa_parts_of_a_gpu_come_in_groups_of_a_head_each(batch, num_sm_parts, n
 
 
 @pytest.mark.parametrize(("num_sm_parts", "num_heads"), [(264, 8), (33, 33), (264, 1), (8, 3)])
+@pytest.mark.parametrize("rows", [8, 17])
 @pytest.mark.parametrize("batch", BATCHES)
-def test_works_over_bytes_cost_more(batch, num_sm_parts, num_heads):
-    """Two tiles besides its own, but where it is decided whether works stay whole."""
+def test_works_over_bytes_cost_more(batch, rows, num_sm_parts, num_heads):
+    """Three tiles besides its own, of few rows, but where it is decided whether works stay whole."""
     lengths = BATCHES[batch]
     metadata = torch.full((num_sm_parts, 8), POISON, dtype=torch.int32, device="cuda")
     num_splits = torch.zeros(len(lengths) + 1, dtype=torch.int32, device="cuda")
-    OPS.xqa_decode_plan(metadata, num_splits, int32(lengths, "cuda"), 1, num_heads, -1, 0, 8, 1)
+    OPS.xqa_decode_plan(metadata, num_splits, int32(lengths, "cuda"), 1, num_heads, -1, 0, rows, 1)
     grouped = num_heads > 1 and num_sm_parts % num_heads == 0
     geometry = _scheduler.SplitKvGeometry(
         works_per_request=1 if grouped else num_heads,
         seqlen_q=1,
         tile_tokens=64,
         num_sm_parts=num_sm_parts,
-        work_overhead=16,
+        work_overhead=24 if rows == 8 else 4,
         whole_overhead=4,
         parts_per_group=num_heads if grouped else 1,
         short_tiles=2,
