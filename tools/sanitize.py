@@ -148,7 +148,7 @@ SETS = {
     "racecheck xqa_decode pairs": (XQA, "test_pairs_of_heads and heads0 and not 256"),
     "racecheck xqa_decode splits": (XQA, "test_heads_side_by_side and 11 and (heads0 or heads3)"),
     "racecheck xqa_decode clusters": (XQA, "test_short_calls and (lengths0 or lengths2)"),
-    "racecheck xqa_decode cluster_blocks": (XQA, "test_short_calls and 128 and (lengths4 or lengths5)"),
+    "racecheck xqa_decode cluster_blocks": (XQA, "test_short_calls and 128 and (lengths3 or lengths5 or lengths6)"),
     "racecheck xqa_decode clusters192": (XQA, "test_short_calls and 192 and 64-lengths"),
     "racecheck xqa_decode cluster_teams": (XQA, "test_clusters_of_every_size and dtype0 and 9 and not heads0"),
     "racecheck xqa_decode cluster_gathers": (XQA, "test_one_request_in_clusters and (1-heads0 or 3-heads2)"),

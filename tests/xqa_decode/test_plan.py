@@ -467,3 +467,14 @@ def test_wide_heads_fill_an_sm_with_fewer_rows(monkeypatch, head_dim, rows, page
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: h200)
     cuda = torch.device("cuda")
     assert xqa_num_sm_parts(cuda, 50, 1, rows=rows, head_dim=head_dim, page_size=page_size) == parts
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "rows", "page_size", "parts"),
+    [(128, 16, 64, 396), (80, 8, None, 396), (128, 8, 5, 264), (64, 8, 64, 264), (192, 8, 64, 264), (128, 17, 64, 264)],
+)
+def test_batch_invariant_shares_are_more_where_fp8_cuts_are_folded(monkeypatch, head_dim, rows, page_size, parts):
+    h200 = types.SimpleNamespace(multi_processor_count=132, major=9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: h200)
+    options = {"rows": rows, "head_dim": head_dim, "page_size": page_size, "fixed_split_tokens": -8}
+    assert xqa_num_sm_parts(torch.device("cuda"), 50, 1, kv_dtype=torch.float8_e4m3fn, **options) == parts

@@ -376,7 +376,8 @@ def test_lengths_decide_between_teams_and_parts(requests, tokens, heads, page_si
         ([700, 1, 0, 64, 65, 1000], (8, 2)),  # a work, a cluster
         ([1000], (8, 1)),  # one work, many clusters, whose results meet in memory
         ([999, 40], (32, 2)),  # 16 rows
-        ([999, 0, 65, 300], (50, 2)),  # 25
+        ([999, 0, 65, 300], (50, 2)),  # 25, over 16-bit pages in blocks of 16
+        ([1001, 0, 65, 300, *[9] * 63], (25, 1)),  # the same of more works than blocks take
         ([999, 0, 65, 300], (90, 2)),  # 45, in blocks of 16
         ([70, 1, 200], (201, 1)),  # more than parts of the same kernel take
     ],

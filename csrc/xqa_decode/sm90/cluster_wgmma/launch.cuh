@@ -118,10 +118,13 @@ void launch_folding_team(const Params& p, cudaStream_t stream) {
 template <typename T, int kHeadDim, bool kGathers = false, typename Element = T>
 void launch_cluster_blocks(const Params& p, cudaStream_t stream) {
   constexpr int kInbox = team_inbox_bytes<kHeadDim>(BlockTeams::kRows, 16);
-  constexpr int kPartRows = most_rows_of_parts(sizeof(Element) == 1);
   using OfTeam = Traits<T, kHeadDim, BlockTeams::kRows, kInbox, 2, kGathers, kNoFold, Element>;
-  using OfPart = Traits<T, kHeadDim, kPartRows, 0, 2, kGathers, kNoFold, Element>;
-  launch_team_blocks<BlockTraits<OfTeam, OfPart>>(p, stream);
+  if constexpr (sizeof(Element) == 1) {
+    launch_team_blocks<ShortTraits<OfTeam>>(p, stream);
+  } else {
+    using OfPart = Traits<T, kHeadDim, kMostRowsOfParts, 0, 2, kGathers, kNoFold, Element>;
+    launch_team_blocks<BlockTraits<OfTeam, OfPart>>(p, stream);
+  }
 }
 
 // Whether batch-invariant calls have clusters: where the kernels of the plan fold, too.
