@@ -13,7 +13,7 @@ from attnops.metadata.plan_checks import cut_rule
 XQA_PARTS_PER_SM = 2
 MLA_PARTS_PER_SM = 1
 MLA_MOST_BLOCKS_PER_WORK = 13  # csrc/mla_decode/plan.h
-XQA_MOST_PARTS_PER_SM = 3  # of smaller CTAs: batch-invariant over FP8 pages, and many works of 17 to 32 rows
+XQA_MOST_PARTS_PER_SM = 3  # of smaller CTAs: cuts of FP8 pages that are folded, and many works of 17 to 32 rows
 
 # Tenths of the parts that must remain where KV heads get parts side by side: of any rows, and of rows that are no whole
 # lines of 128 bytes.
@@ -77,6 +77,11 @@ def _in_boxes(page_size: int | None) -> bool:
     return page_size is None or (page_size >= 8 and page_size & (page_size - 1) == 0)
 
 
+def _folds(item: int, rows: int, head_dim: int, page_size: int | None) -> bool:
+    """Whether batch-invariant kernels add neighbouring cuts up where they are: csrc/xqa_decode/sm90/fold.cuh."""
+    return 64 < head_dim <= 128 and rows <= 16 and (item == 2 or (item == 1 and _in_boxes(page_size)))
+
+
 def xqa_num_sm_parts(
     device: torch.device,
     batch_size: int,
@@ -105,7 +110,7 @@ def xqa_num_sm_parts(
     gpu = _gpu(device)
     fp8 = kv_dtype is not None and kv_dtype.itemsize == 1
     on_sm90 = gpu.major == 9
-    folds_fp8 = fp8 and fixed_split_tokens != 0 and rows <= 16
+    folds_fp8 = fp8 and fixed_split_tokens != 0 and _folds(1, rows, head_dim, page_size)
     many_works = batch_size * num_kv_heads > XQA_CLUSTER_WORKS
     three = folds_fp8 or (on_sm90 and not fp8 and many_works and 16 < rows <= 32 and head_dim <= 128)
     parts_per_sm = XQA_MOST_PARTS_PER_SM if three else XQA_PARTS_PER_SM
@@ -190,10 +195,9 @@ def xqa_invariant_cuts(
         head_dim: Of K and V.
         kv_dtype, page_size: Of the pages.
     """
-    in_boxes = _in_boxes(page_size)
     rows = seqlen_q * ((num_q_heads or num_kv_heads) // num_kv_heads)
     fp8 = kv_dtype.itemsize == 1
-    if (kv_dtype.itemsize == 2 or (fp8 and in_boxes)) and 64 < head_dim <= 128 and rows <= 16:
+    if _folds(kv_dtype.itemsize, rows, head_dim, page_size):
         cuts = XQA_FOLDED_CUTS.get(num_kv_heads, min(max(256 // num_kv_heads, 8), 64))
         return -min(cuts, 16 if fp8 and rows > 8 else cuts)
     most = 64 if num_kv_heads == 1 else min(max(XQA_INVARIANT_CUTS // num_kv_heads, 4), 16)
