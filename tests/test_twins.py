@@ -10,9 +10,7 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("csrc/xqa_decode/sm90", "csrc/mla_decode/sm90", "csrc/device")
 LINES = 12
 # Where one function for both gave other machine code: docs/log/xqa_decode.md, "Passages that differ only in names".
-KNOWN = {
-    ("csrc/xqa_decode/sm90/cluster_wgmma/fold_merge.cuh", "csrc/xqa_decode/sm90/cluster_wgmma/merge.cuh"),
-}
+KNOWN: set[tuple[str, str]] = set()
 KEYWORDS = (
     "alignas auto bool break case char class const constexpr continue decltype default do double else enum explicit "
     "false float for if inline int long namespace noexcept nullptr operator private protected public reinterpret_cast "
