@@ -478,3 +478,22 @@ def test_batch_invariant_shares_are_more_where_fp8_cuts_are_folded(monkeypatch, 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: h200)
     options = {"rows": rows, "head_dim": head_dim, "page_size": page_size, "fixed_split_tokens": -8}
     assert xqa_num_sm_parts(torch.device("cuda"), 50, 1, kv_dtype=torch.float8_e4m3fn, **options) == parts
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "head_dim", "rows", "page_size", "parts"),
+    [
+        (253, 1, 128, 8, 32, 396),
+        (132, 1, 128, 8, 32, 264),  # clusters take them
+        (1056, 1, 128, 8, 32, 264),  # dealt out
+        (253, 1, 128, 9, 32, 264),
+        (253, 1, 128, 8, 5, 264),  # gathered
+        (253, 1, 96, 8, 32, 264),
+        (41, 8, 128, 4, 16, 392),
+    ],
+)
+def test_fp8_of_few_rows_has_three_parts_an_sm(monkeypatch, batch, heads, head_dim, rows, page_size, parts):
+    h200 = types.SimpleNamespace(multi_processor_count=132, major=9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: h200)
+    options = {"rows": rows, "head_dim": head_dim, "page_size": page_size}
+    assert xqa_num_sm_parts(torch.device("cuda"), batch, heads, kv_dtype=torch.float8_e4m3fn, **options) == parts

@@ -183,7 +183,11 @@ void launch_fp8(const Params& p, cudaStream_t stream) {
       return launch_traits<DealingTraits<PlanTraits<__half, kHeadDim, 8, kGathers, uint8_t>>>(p, stream);
     }
   }
-  if (rows <= 8) return launch_traits<PlanTraits<__half, kHeadDim, 8, kGathers, uint8_t>>(p, stream);
+  // Boxes of few rows leave room for a third CTA, for which plans have parts (metadata/plan_parts.py).
+  constexpr int kCtasOfFew = kHeadDim == 128 && !kGathers ? 3 : 2;
+  if (rows <= 8) {
+    return launch_traits<Traits<__half, kHeadDim, 8, 0, kCtasOfFew, kGathers, kNoFold, uint8_t>>(p, stream);
+  }
   if (rows <= 16) return launch_traits<PlanTraits<__half, kHeadDim, 16, kGathers, uint8_t>>(p, stream);
   if (rows <= 32) return launch_traits<PlanTraits<__half, kHeadDim, 32, kGathers, uint8_t>>(p, stream);
   if constexpr (kHeadDim == 256) {

@@ -132,13 +132,14 @@ inline std::string reject_ragged_gather(const Params& p) {
 // works, and takes long ones as fast, but for the calls below: docs/log/xqa_decode.md, "One warpgroup over FP8".
 inline constexpr int kFewFp8Rows = 8, kMostFp8Rows = 16;
 
-// Whether a CTA takes two neighbouring KV heads, whose parts walk the same tiles: where there are several works a part,
-// but not so many that they are dealt out, or rows of two heads are nearly whole lines of memory.
+// Whether a CTA takes two neighbouring KV heads, whose parts walk the same tiles: where there are four works a part or
+// more, but not so many that they are dealt out, or rows of two heads are nearly whole lines of memory. Fewer works
+// have three CTAs an SM and parts for them (metadata/plan_parts.py).
 inline bool heads_pair_up(const Params& p) {
   if (p.seqlen_q * (p.num_q_heads / p.num_kv_heads) > kFewFp8Rows || p.num_kv_heads % 2 != 0) return false;
   if (!heads_side_by_side(p.num_sm_parts, p.num_kv_heads)) return false;
   const int64_t works = int64_t{p.batch_size} * p.num_kv_heads, parts = p.num_sm_parts;
-  const bool several = works > 2 * parts && works <= 8 * parts;
+  const bool several = works >= 4 * parts && works <= 8 * parts;
   return several || (p.head_dim <= 96 && p.k_stride_head < p.k_stride_token);
 }
 

@@ -13,12 +13,13 @@ from attnops.metadata.plan_checks import cut_rule
 XQA_PARTS_PER_SM = 2
 MLA_PARTS_PER_SM = 1
 MLA_MOST_BLOCKS_PER_WORK = 13  # csrc/mla_decode/plan.h
-XQA_MOST_PARTS_PER_SM = 3  # of smaller CTAs: cuts of FP8 pages that are folded, and many works of 17 to 32 rows
+XQA_MOST_PARTS_PER_SM = 3  # of smaller CTAs: FP8 of few rows, and many works of 17 to 32
 
 # Tenths of the parts that must remain where KV heads get parts side by side: of any rows, and of rows that are no whole
 # lines of 128 bytes.
 XQA_SIDE_TENTHS, XQA_THIN_TENTHS = 9, 8
 
+XQA_DEALT_WORKS = 4  # a part: csrc/xqa_decode/plan.h
 XQA_CLUSTER_WORKS = 132  # of a call that clusters may take: csrc/xqa_decode/sm90/cluster_wgmma/limits.h
 
 # Query rows that have CTAs and merges of their own: csrc/xqa_decode/sm90/launch.cuh
@@ -112,7 +113,11 @@ def xqa_num_sm_parts(
     on_sm90 = gpu.major == 9
     folds_fp8 = fp8 and fixed_split_tokens != 0 and _folds(1, rows, head_dim, page_size)
     many_works = batch_size * num_kv_heads > XQA_CLUSTER_WORKS
-    three = folds_fp8 or (on_sm90 and not fp8 and many_works and 16 < rows <= 32 and head_dim <= 128)
+    # From there on a part has four works of such rows: they are dealt out, or go by pairs of heads.
+    dealt = batch_size * num_kv_heads >= XQA_DEALT_WORKS * XQA_PARTS_PER_SM * gpu.sms
+    few_fp8 = fp8 and rows <= 8 and 96 < head_dim <= 128 and fixed_split_tokens == 0 and _in_boxes(page_size)
+    some_rows = not fp8 and 16 < rows <= 32 and head_dim <= 128
+    three = folds_fp8 or (on_sm90 and many_works and (some_rows or (few_fp8 and not dealt)))
     parts_per_sm = XQA_MOST_PARTS_PER_SM if three else XQA_PARTS_PER_SM
     # Blocks of rows: csrc/xqa_decode/sm90/launch.cuh, in_large_blocks and in_small_blocks.
     block = XQA_ROWS_PER_BLOCK
