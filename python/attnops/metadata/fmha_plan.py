@@ -113,9 +113,9 @@ class DecodeChunks(NamedTuple):
 
 
 def most_chunks(max_num_tokens: int, max_batch_size: int, max_seqlen_q: int, tokens: int) -> int:
-    """Chunks of `tokens` that so many tokens of so many requests make at most: one at least, where there are tokens."""
+    """Chunks of `tokens` that so many tokens of so many requests make at most."""
     chunks = min((max_num_tokens + max_batch_size * (tokens - 1)) // tokens, max_num_tokens)
-    return min(chunks, max_batch_size * max(-(-max_seqlen_q // tokens), 1))
+    return min(chunks, max_batch_size * -(-max_seqlen_q // tokens))
 
 
 def chunks_for_decode(
