@@ -220,9 +220,9 @@ def prefill(problem, plan, padding=0, **options):
     )
 
 
-def prefill_plan(problem, most, **options) -> FmhaPlan:
+def prefill_plan(problem, most, tokens=100, **options) -> FmhaPlan:
     heads = {"num_q_heads": problem.q.shape[1], "num_kv_heads": problem.k_pages.shape[2], "head_dim": 128}
-    return FmhaPlan.allocate(100, problem.batch_size, **heads, max_seqlen_q=most, device="cuda", **options)
+    return FmhaPlan.allocate(tokens, problem.batch_size, **heads, max_seqlen_q=most, device="cuda", **options)
 
 
 @pytest.mark.gpu
@@ -254,11 +254,12 @@ def test_a_plan_without_lengths_is_of_prompts_alone():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("why", ["a window", "no cuts", "hidden keys", "odd rows", "checked", "traced"])
+@pytest.mark.parametrize("why", ["many rows", "a window", "no cuts", "hidden keys", "odd rows", "checked", "traced"])
 def test_prefill_goes_its_own_way(why):
     problem = paged_problem(LENGTHS, TOKENS, head_dim=128).to("cuda")
     window = 5 if why == "a window" else -1
-    plan = prefill_plan(problem, 4, window_left=window, split_keys=why != "no cuts")
+    limits = (100, 1000) if why == "many rows" else (4, 100)  # too many chunks for the requests
+    plan = prefill_plan(problem, *limits, window_left=window, split_keys=why != "no cuts")
     ops.fmha_plan(plan, problem.cu_seqlens_q, cache_seqlens=problem.cache_seqlens)
     options = {"window_left": window}
     if why == "hidden keys":
