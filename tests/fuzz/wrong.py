@@ -23,6 +23,7 @@ from right_calls import PLANS, moved, ops_calls
 # Dimensions that nothing else binds: another extent makes another right call. (function, argument): dimensions.
 FREE = {
     ("xqa_decode", "page_table"): {1},
+    ("xqa_decode_chunks", "chunks"): {1},  # room for any number of chunks
     ("mla_decode", "page_table"): {1},
     ("sparse_mla_decode", "kv_pages"): {0, 1},
     ("sparse_mla_decode", "extra_kv_pages"): {0, 1},
