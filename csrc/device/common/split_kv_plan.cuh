@@ -177,7 +177,8 @@ __global__ void __launch_bounds__(kThreads)
     own.longest = max_of(own.longest, count);
     own.shortest = min_of(own.shortest, count);
   }
-  const PlanSums all = scan_sums < kThreads, kFixed || kFills > (own, before);
+  constexpr bool kCounts = kFixed || kFills;
+  const PlanSums all = scan_sums<kThreads, kCounts>(own, before);
   if (g.even_shares > 0) g.uneven = all.longest != all.shortest;
   // Of the requests before one, which have so many tiles.
   const auto cost_before = [&](int request, int64_t count) {
