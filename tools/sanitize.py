@@ -201,15 +201,19 @@ SETS = {
     "synccheck local_batches": (["tests/local_batches"], "not schema"),
     "initcheck local_batches": (["tests/local_batches"], "not schema"),
     "memcheck block_lists": (BLOCKS, "not above_4_gb and not captured"),
-    "racecheck block_lists": (BLOCKS, "(loops or last or largest) and not schema"),
-    "synccheck block_lists": (BLOCKS, "(loops or last or largest) and not schema"),
-    "initcheck block_lists": (BLOCKS, "(loops or last or largest) and not schema"),
+    "racecheck block_lists": (BLOCKS, "(loops or last or largest or long_lists) and not schema"),
+    "synccheck block_lists": (BLOCKS, "(loops or last or largest or long_lists) and not schema"),
+    "initcheck block_lists": (BLOCKS, "(loops or last or largest or long_lists) and not schema"),
     "memcheck merge_state": (["tests/merge_state"], ""),
     "racecheck merge_state": (["tests/merge_state"], "union_of_both or many_states"),
     "synccheck merge_state": (["tests/merge_state"], "many_states"),
     "initcheck merge_state": (["tests/merge_state"], "many_states"),
     "memcheck planning": (["tests/planning"], "not fmha and (empty or ragged or skewed or 7777 or captured)"),
     "racecheck planning": (["tests/planning"], "not fmha and 264 and (empty or ragged or skewed or 7777)"),
+    "memcheck planning filled": (["tests/planning"], "test_filled_mla_plan and empties"),
+    "racecheck planning filled": (["tests/planning"], "test_filled_mla_plan and empties and (62 or 192 or 512)"),
+    "synccheck planning filled": (["tests/planning"], "test_filled_mla_plan and empties and (62 or 192 or 512)"),
+    "initcheck planning filled": (["tests/planning"], "test_filled_mla_plan and empties and (62 or 192 or 512)"),
 }
 
 

@@ -46,30 +46,44 @@ struct Row {
   int64_t cut;                 // the block before the tail of which it holds the last tokens; -1 for none
 };
 
+// Of numbers from 0 to 2^31: a division of 64 bits costs a GPU some 100 instructions.
+ATTNOPS_HOST_DEVICE inline int64_t quotient(int64_t number, int64_t divisor) {
+  return static_cast<uint32_t>(number) / static_cast<uint32_t>(divisor);
+}
+ATTNOPS_HOST_DEVICE inline int64_t quotient_up(int64_t number, int64_t divisor) {
+  return quotient(number + divisor - 1, divisor);
+}
+
+ATTNOPS_HOST_DEVICE inline int request_of(const Params& p, int64_t index) {
+  return static_cast<int>(quotient(index, p.rows_per_request));
+}
+
 ATTNOPS_HOST_DEVICE inline Row row_of(const Params& p, int64_t index) {
   Row row{};
-  row.request = static_cast<int>(index / p.rows_per_request);
+  row.request = request_of(p, index);
   const int64_t cached = max_of(min_of(p.cache_seqlens[row.request], p.page_table.num_tokens(row.request)), 0);
-  const int64_t position = cached - p.rows_per_request + index % p.rows_per_request;
+  const int64_t position = cached - p.rows_per_request + (index - row.request * p.rows_per_request);
   row.length = p.causal ? max_of<int64_t>(position + 1, 0) : cached;
-  row.blocks = ceil_div(row.length, p.block_size);
-  row.first_tail = row.length / p.block_size;
+  row.blocks = quotient_up(row.length, p.block_size);
+  row.first_tail = quotient(row.length, p.block_size);
   row.cut = -1;
   if (p.window_left >= 0) {
     row.first_key = max_of<int64_t>(position - p.window_left, 0);
-    row.first_block = ceil_div(row.first_key, p.block_size);
+    row.first_block = quotient_up(row.first_key, p.block_size);
     if (row.first_block * p.block_size != row.first_key && row.first_block <= row.first_tail) {
       row.cut = row.first_block - 1;
     }
   }
   if (p.cu_seqlens_q == nullptr) return row;
   const int64_t added = static_cast<int64_t>(p.cu_seqlens_q[row.request + 1]) - p.cu_seqlens_q[row.request];
-  if (added > 0) row.first_tail = max_of<int64_t>(row.length - added, 0) / p.block_size;
+  if (added > 0) row.first_tail = quotient(max_of<int64_t>(row.length - added, 0), p.block_size);
   row.whole_tail = added > 0;
   return row;
 }
 
-ATTNOPS_HOST_DEVICE inline int64_t units_of(const Params& p, int64_t tokens) { return ceil_div(tokens, p.unit_size); }
+ATTNOPS_HOST_DEVICE inline int64_t units_of(const Params& p, int64_t tokens) {
+  return quotient_up(tokens, p.unit_size);
+}
 
 // First unit of the tail, and its first key.
 ATTNOPS_HOST_DEVICE inline int64_t tail_unit(const Params& p, const Row& row) {
@@ -97,7 +111,7 @@ ATTNOPS_HOST_DEVICE inline bool stands_before_tail(const Params& p, const Row& r
   if (block < row.first_tail) return block >= row.first_block;
   if (block < row.blocks || p.report == nullptr) return false;
   const int64_t cached = min_of(p.cache_seqlens[row.request], p.page_table.num_tokens(row.request));
-  const int64_t limit = ceil_div(max_of<int64_t>(cached, 0), p.block_size);
+  const int64_t limit = quotient_up(max_of<int64_t>(cached, 0), p.block_size);
   if (block >= limit) {
     record_fault(p.report, {kReportBuildBlockTables, kReportBlockIndex, int64_t{row.request} * p.num_kv_heads + head,
                             position, block, limit});
@@ -105,24 +119,35 @@ ATTNOPS_HOST_DEVICE inline bool stands_before_tail(const Params& p, const Row& r
   return false;
 }
 
-// The cell of a unit of a request, counted over all its tokens; -1 where its page is none of the pool.
+// The page of a unit of a request, which is counted over all its tokens: below 2^30.
+ATTNOPS_HOST_DEVICE inline int64_t page_of_unit(const Params& p, int64_t unit) {
+  return quotient(unit, p.units_per_page);
+}
+
+// The cell of a unit, whose page the table says; -1 where that is none of the pool.
+ATTNOPS_HOST_DEVICE inline int32_t cell_in(const Params& p, int page, int64_t head, int64_t unit) {
+  if (!p.page_table.has_page(page)) return -1;
+  const int64_t inside = unit - page_of_unit(p, unit) * p.units_per_page;
+  return static_cast<int32_t>(page * p.page_step + inside * p.unit_step + head * p.head_step);
+}
+
+// Records a page that is none of the pool.
+ATTNOPS_HOST_DEVICE inline void report_page(const Params& p, int page, int request, int64_t unit) {
+  if (p.report == nullptr || p.page_table.has_page(page)) return;
+  record_fault(p.report, {kReportBuildBlockTables, ReportKind::kPageIndex, request, page_of_unit(p, unit), page,
+                          p.page_table.num_pages});
+}
+
 ATTNOPS_HOST_DEVICE inline int32_t cell_of(const Params& p, const int32_t* pages, int request, int64_t head,
                                            int64_t unit) {
-  const int64_t cell = static_cast<uint32_t>(unit) / static_cast<uint32_t>(p.units_per_page);  // below 2^30
-  const int page = pages[cell];
-  if (!p.page_table.has_page(page)) {
-    if (p.report != nullptr) {
-      record_fault(p.report,
-                   {kReportBuildBlockTables, ReportKind::kPageIndex, request, cell, page, p.page_table.num_pages});
-    }
-    return -1;
-  }
-  return static_cast<int32_t>(page * p.page_step + (unit - cell * p.units_per_page) * p.unit_step + head * p.head_step);
+  const int page = pages[page_of_unit(p, unit)];
+  report_page(p, page, request, unit);
+  return cell_in(p, page, head, unit);
 }
 
 // Blocks before the tail that a table has cells for. A tail that is in whatever the list says comes first.
 ATTNOPS_HOST_DEVICE inline int64_t blocks_with_room(const Params& p, const Row& row) {
-  return max_of<int64_t>(p.num_cells - (row.whole_tail ? tail_units(p, row) : 0), 0) / p.units_per_block;
+  return quotient(max_of<int64_t>(p.num_cells - (row.whole_tail ? tail_units(p, row) : 0), 0), p.units_per_block);
 }
 
 // Records that a row of `count` whole blocks and a tail of `tail` cells needs more cells than its table has.

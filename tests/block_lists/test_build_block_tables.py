@@ -156,6 +156,25 @@ def test_blocks_of_new_tokens_are_in_and_come_last(seed, device):
         assert all(cell == UNTOUCHED for cell in got[len(row) :])
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("columns", "block"), [(64, 16), (512, 1), (513, 1), (2048, 1), (2049, 2), (5000, 1)])
+def test_long_lists_equal_loops(columns, block, device):
+    """Lists of any order, blocks twice and none in between, in one turn of a CTA's threads and in more."""
+    r, page, batch, heads = random.Random(columns), 16, 3, 2
+    seqlens = [columns * block, columns * block // 2 + 1, 7]
+    width = -(-columns * block // page)
+    table = torch.tensor([r.sample(range(1000), width) for _ in range(batch)], dtype=INT32)
+    lists = torch.randint(-1, columns, (batch, heads, columns), generator=torch.Generator().manual_seed(columns))
+    lists = torch.minimum(lists, torch.tensor([-(-n // block) - 1 for n in seqlens]).view(-1, 1, 1)).int()
+    unit = math.gcd(block, page)
+    given = {"block_size": block, "page_size": page, "num_pages": 1000, "page_step": page // unit, "unit_step": 1}
+    tables, lengths = build(lists, table, seqlens, device, **given)
+    found = expected(lists.tolist(), table.tolist(), seqlens, 1, block, page, (page // unit, 1, 0))
+    for (keys, cells), got, length in zip(found, tables.tolist(), lengths.tolist()):
+        assert length == keys and got[: len(cells)] == cells
+        assert all(cell == UNTOUCHED for cell in got[len(cells) :])
+
+
 def hostile(device):
     table = torch.tensor([[3, -1, 2**30, 5], [0, 1, 2, 4]], dtype=INT32)
     lists = torch.tensor([[[0, 1, 2, 3]], [[2**31 - 1, -(2**31), 7, 0]]], dtype=INT32)
