@@ -56,11 +56,17 @@ ATTNOPS_HOST_DEVICE inline int filled_budget(const SplitKvGeometry& g, int total
 }
 
 // Where a share ends that begins at `from`: there again where the work does not fit. `request` is that of a place up to
-// `from` or a little behind, and moves on.
+// `from` or a little behind, and moves on. The end is in front of that of all works.
 ATTNOPS_HOST_DEVICE inline int filled_end(const SplitKvGeometry& g, const SplitKvBatch& batch, SplitKvFilling filling,
                                           int from, int& request) {
   const int end = from + filling.budget;
-  while (static_cast<int>(batch.prefix[request + 1]) <= end) ++request;
+  constexpr int kLooks = 4;  // at the ends of so many requests at a time: the reads do not wait for each other
+  for (int passed = kLooks; passed == kLooks; request += passed) {
+    passed = 0;
+    for (int i = 1; i <= kLooks; ++i) {
+      passed += static_cast<int>(batch.prefix[min_of(request + i, g.num_requests)]) <= end;
+    }
+  }
   const int tiles = batch.tiles[request], overhead = static_cast<int>(overhead_cost(g));
   const int begin = static_cast<int>(batch.prefix[request]), each = overhead + kFilledTile * tiles;
   const int start = g.works_per_request == 1 ? begin : begin + (end - begin) / each * each;
