@@ -80,7 +80,8 @@ class FmhaSteps:
         windowed = paged.window_out_cache_loc is not None
         # Not `most` itself: a prompt's length would make every step a new one.
         few = self._plans.decode_way(batch.batch_size, batch.num_tokens, most)
-        cascade = None if few or not self._has_two_parts(batch) else self._cascade
+        whole = few is not None and few.number == 0  # decode's kernels take requests as they are, not in chunks
+        cascade = None if whole or not self._has_two_parts(batch) else self._cascade
         tokens, drafts = batch.tokens_per_request, batch.draft_steps
         draft = (drafts, batch.draft_step)
         key = (batch.batch_size, batch.num_tokens, tokens, *draft, few, windowed, cascade is not None)
