@@ -71,7 +71,7 @@ def test_page_sizes(dtype, page_size, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("seqlen_q", [2, 3, 4, 8, 11, 32])
-@pytest.mark.parametrize("heads", [8, 32, 64])
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
 def test_tokens_of_a_request_see_different_lengths(heads, seqlen_q, device):
     lengths = [[n + i for i in range(seqlen_q)] for n in (0, 253, 600, 64)]
     lengths[1][0], lengths[3] = -5, [0] * seqlen_q
@@ -167,8 +167,11 @@ def test_the_same_bits_alone_and_in_a_batch(device):
         assert torch.equal(alone[0, :length], together[i, :length])
 
 
+MORE_ROWS = [(64, 1, 520), (33, 1, 520), (64, 2, 260), (64, 3, 180), (64, 4, 150), (32, 3, 190), (16, 2, 270)]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(("heads", "seqlen_q", "batch"), [(64, 1, 520), (33, 1, 520), (64, 3, 180), (16, 2, 270)])
+@pytest.mark.parametrize(("heads", "seqlen_q", "batch"), MORE_ROWS)
 @pytest.mark.parametrize("page_size", [64, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_more_rows_than_the_kernel_of_few_tokens_takes(dtype, page_size, heads, seqlen_q, batch):

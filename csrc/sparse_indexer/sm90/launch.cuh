@@ -1,4 +1,6 @@
 #pragma once
+#include <type_traits>
+
 #include "device/common/arch.h"
 #include "device/common/launch_dependent.cuh"
 #include "device/common/vec.h"
@@ -79,11 +81,24 @@ void launch_prompt(const LogitsParams& p, Memory memory, cudaStream_t stream) {
   p.bf16 ? launch(__nv_bfloat16{}) : launch(float{});
 }
 
-// Whether the tokens of each request are one block, and tiles boxes.
-inline bool is_few(const LogitsParams& p, const Memory& memory) {
+// Calls `launch` with the number of blocks of columns that a kernel is compiled for, of those that a request needs.
+template <int kHeads, class Launch>
+void with_token_blocks(int blocks, const Launch& launch) {
+  if (blocks == 1) return launch(std::integral_constant<int, 1>{});
+  if constexpr (kMostTokenBlocks<kHeads> >= 2) {
+    if (blocks == 2) return launch(std::integral_constant<int, 2>{});
+  }
+  if constexpr (kMostTokenBlocks<kHeads> >= 4) return launch(std::integral_constant<int, 4>{});
+}
+
+// Whether the tokens of each request are few blocks, and tiles boxes.
+template <int kHeads>
+bool is_few(const LogitsParams& p, const Memory& memory) {
   const int64_t most_keys = p.max_pages * p.pages.page_size;
-  return !p.ragged && memory.blocks == 1 && memory.box_rows >= kStepKeys && p.num_rows <= kTokenRows &&
-         most_keys * memory.groups < INT32_MAX;
+  if (p.ragged || memory.groups_together != 1 || memory.blocks > kMostTokenBlocks<kHeads>) return false;
+  int64_t most_rows = 0;
+  with_token_blocks<kHeads>(memory.blocks, [&](auto blocks) { most_rows = TokenRoom<decltype(blocks)::value>::kRows; });
+  return memory.box_rows >= kStepKeys && p.num_rows <= most_rows && most_keys * memory.groups < INT32_MAX;
 }
 
 template <int kHeads>
@@ -97,12 +112,15 @@ void launch_tokens(const LogitsParams& p, Memory memory, cudaStream_t stream) {
     const auto stride_page = static_cast<uint64_t>(map_stride(p.pages.num_pages, p.pages.stride_page));
     maps.keys = make_tensor_map({DType::kFloat8E4M3, p.pages.data, {128, kRows, pages}, {128, stride_page}, kRows});
   }
-  const auto launch = [&]<typename Out>(Out) {
-    launch_dependent<&token_logits_kernel<kHeads, Out>>(
-        "index_logits", {kTokenCtas * device_sms("index_logits"), kTokenThreads, kTokenBytes, kTokenBytes}, stream, p,
-        memory, maps);
-  };
-  p.bf16 ? launch(__nv_bfloat16{}) : launch(float{});
+  with_token_blocks<kHeads>(memory.blocks, [&](auto blocks) {
+    constexpr int kBlocks = decltype(blocks)::value, kBytes = TokenRoom<kBlocks>::kBytes;
+    const auto launch = [&]<typename Out>(Out) {
+      launch_dependent<&token_logits_kernel<kHeads, kBlocks, Out>>(
+          "index_logits", {kTokenCtas * device_sms("index_logits"), kTokenThreads, kBytes, kBytes}, stream, p, memory,
+          maps);
+    };
+    p.bf16 ? launch(__nv_bfloat16{}) : launch(float{});
+  });
 }
 
 // Of a group: as many as there is room for, but prompts of few rows and keys leave no multiprocessor idle for it.
@@ -133,7 +151,7 @@ void launch_heads(const LogitsParams& p, cudaStream_t stream) {
     if constexpr (kHeads >= 32) {
       if (is_prompt(p, memory)) return launch_prompt<kHeads>(p, memory, stream);
     }
-    if (is_few(p, memory)) return launch_tokens<kHeads>(p, memory, stream);
+    if (is_few<kHeads>(p, memory)) return launch_tokens<kHeads>(p, memory, stream);
     const Maps maps = make_maps<kHeads>(p, memory);
     memory.blocks > 1 ? launch_kernel<kHeads, true, BoxCopier>(p, memory, maps, stream)
                       : launch_kernel<kHeads, false, BoxCopier>(p, memory, maps, stream);

@@ -7,24 +7,36 @@
 #include "sparse_indexer/sm90/copy_boxes.cuh"
 #include "sparse_indexer/sm90/share.cuh"
 
-// Logits of keys in pages of 64 and multiples of it, where the tokens of each request fit one block of columns. A tile
-// is 64 keys for one of two warpgroups, which do not wait for each other. An SM has two CTAs, so that those of the next
-// kernel come up while others still run.
+// Logits of keys in pages of 64 and multiples of it, where the tokens of each request fit few blocks of columns. A tile
+// is 64 keys for one of two warpgroups, which do not wait for each other; it is multiplied with one block after the
+// other. An SM has two CTAs, so that those of the next kernel come up while others still run.
 namespace attnops::sparse_indexer::sm90 {
 
 using namespace attnops::sm90;
 
-inline constexpr int kTokenRows = 512;  // at most
 inline constexpr int kStepKeys = 64, kStepScales = kStepKeys * 128, kStepBytes = kStepScales + 1024;
 inline constexpr int kTokenWarpgroups = 2, kTokenCtas = 2;
 inline constexpr int kTokenMultiply = 128 * kTokenWarpgroups, kTokenThreads = kTokenMultiply + 64;
-// A stage has tiles of one warpgroup alone: else that could take the tile of the round before for its own.
-inline constexpr int kTokenStages = 8;
-static_assert(kTokenStages % kTokenWarpgroups == 0);
 // As many groups' queries as warpgroups: the last tiles of a CTA may be of as many groups, and nobody gives theirs
 // back.
 inline constexpr int kTokenSlots = kTokenWarpgroups;
-inline constexpr int kTokenBytes = kTokenStages * kStepBytes + kTokenSlots * kBlockBytes;
+
+// What the memory of half an SM holds, for up to so many blocks of columns.
+template <int kBlocks>
+struct TokenRoom {
+  static constexpr int kRows = kBlocks == 4 ? 256 : 512;  // of a call, at most
+  // A stage has tiles of one warpgroup alone: else that could take the tile of the round before for its own.
+  static constexpr int kStages = kBlocks == 1 ? 8 : kBlocks == 2 ? 6 : 4;
+  static constexpr int kQueryBytes = kBlocks * kBlockBytes;
+  static constexpr int kBytes = kStages * kStepBytes + kTokenSlots * kQueryBytes;
+  static_assert(kStages % kTokenWarpgroups == 0);
+};
+
+// Blocks of columns that a kernel is compiled for: 1, 2 or 4, as many as the tokens of a request may need.
+template <int kHeads>
+inline constexpr int kMostTokenBlocks = kHeads == 8    ? 1
+                                        : kHeads == 16 ? 2
+                                                       : 4;
 
 // A request that has keys.
 struct TokenRequest {
@@ -38,17 +50,20 @@ struct Step {
   int left;    // tiles of the CTA behind this one; -1: there is no tile
 };
 
+template <int kBlocks>
 struct TokenShared {
-  alignas(16) Step steps[kTokenStages];
-  float weights[kTokenSlots][kBlockColumns];
-  TokenRequest requests[kTokenRows];
-  int ends[kTokenRows];  // keys that a row sees
-  int count, total;      // of `requests`, and their tiles
-  uint64_t full[kTokenStages], empty[kTokenStages], queries_full[kTokenSlots], queries_empty[kTokenSlots];
+  using Room = TokenRoom<kBlocks>;
+  alignas(16) Step steps[Room::kStages];
+  float weights[kTokenSlots][kBlocks * kBlockColumns];
+  TokenRequest requests[Room::kRows];
+  int ends[Room::kRows];  // keys that a row sees
+  int count, total;       // of `requests`, and their tiles
+  uint64_t full[Room::kStages], empty[Room::kStages], queries_full[kTokenSlots], queries_empty[kTokenSlots];
 };
 
 // Lengths of rows, and the requests that have keys, by one warp: lengths are read once, and all at a time.
-__device__ inline void list_requests(const LogitsParams& p, const Memory& memory, TokenShared& shared) {
+template <int kBlocks>
+__device__ void list_requests(const LogitsParams& p, const Memory& memory, TokenShared<kBlocks>& shared) {
   const int lane = threadIdx.x % 32, rows = memory.rows_together, num_rows = static_cast<int>(p.num_rows);
   const auto capacity = static_cast<int>(min_of(p.max_pages * p.pages.page_size, p.columns));
 #pragma unroll 8
@@ -91,10 +106,12 @@ __device__ inline void list_requests(const LogitsParams& p, const Memory& memory
   }
 }
 
-template <int kHeads>
+template <int kHeads, int kBlocks>
 class TokenCopier {
+  using Room = TokenRoom<kBlocks>;
+
  public:
-  __device__ TokenCopier(const LogitsParams& p, const Memory& memory, const Maps& maps, TokenShared& shared,
+  __device__ TokenCopier(const LogitsParams& p, const Memory& memory, const Maps& maps, TokenShared<kBlocks>& shared,
                          uint32_t keys, uint32_t queries)
       : p_(p), memory_(memory), maps_(maps), shared_(shared), keys_(keys), queries_(queries) {
     const int64_t total = shared.total;
@@ -112,11 +129,14 @@ class TokenCopier {
       const uint32_t barrier = smem_address(&shared_.queries_full[slot]);
       mbarrier_wait(smem_address(&shared_.queries_empty[slot]), (number / kTokenSlots & 1) ^ 1);
       if (lane == 0) {
-        mbarrier_arrive_expect(barrier, kBlockBytes);
-        copy_box(queries_ + slot * kBlockBytes, &maps_.queries, barrier, 0, 0, row);
+        mbarrier_arrive_expect(barrier, blocks() * kBlockBytes);
+        for (int block = 0; block < blocks(); ++block) {
+          copy_box(queries_ + slot * Room::kQueryBytes + block * kBlockBytes, &maps_.queries, barrier, 0, 0,
+                   row + block * (kBlockColumns / kHeads));
+        }
       }
 #pragma unroll
-      for (int i = 0; i < kBlockColumns / 32; ++i) {
+      for (int i = 0; i < kBlocks * kBlockColumns / 32; ++i) {
         const int column = lane + 32 * i, token = column / kHeads, head = column % kHeads;
         const bool valid = token < memory_.rows_together && head < p_.num_heads;
         const float* from_weights = p_.weights + int64_t{row + token} * p_.stride_weights + head;
@@ -161,7 +181,7 @@ class TokenCopier {
             }
           }
         }
-        if (++stage == kTokenStages) {
+        if (++stage == Room::kStages) {
           stage = 0;
           phase ^= 1;
         }
@@ -176,6 +196,8 @@ class TokenCopier {
   }
 
  private:
+  __device__ int blocks() const { return kBlocks == 1 ? 1 : memory_.blocks; }
+
   // The listed request of a tile.
   __device__ int find(int tile) const {
     int low = 0, high = shared_.count - 1;
@@ -203,17 +225,18 @@ class TokenCopier {
   const LogitsParams& p_;
   const Memory& memory_;
   const Maps& maps_;
-  TokenShared& shared_;
+  TokenShared<kBlocks>& shared_;
   uint32_t keys_, queries_;  // shared-memory addresses
   int first_, end_;          // tiles of the CTA
 };
 
-template <int kHeads, typename Out>
+template <int kHeads, int kBlocks, typename Out>
 class TokenMultiplier {
+  using Room = TokenRoom<kBlocks>;
   static constexpr int kTokens = kBlockColumns / kHeads;
 
  public:
-  __device__ TokenMultiplier(const LogitsParams& p, const Memory& memory, const TokenShared& shared,
+  __device__ TokenMultiplier(const LogitsParams& p, const Memory& memory, const TokenShared<kBlocks>& shared,
                              const uint8_t* tiles, uint32_t keys, uint32_t queries)
       : p_(p), memory_(memory), shared_(shared), keys_(keys), queries_(queries) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
@@ -239,26 +262,46 @@ class TokenMultiplier {
           const int slot = (number + 1) % kTokenSlots;
           mbarrier_wait(smem_address(&shared_.queries_full[slot]), (number + 1) / kTokenSlots & 1);
         }
-        read_tokens(number % kTokenSlots, step.request);
+        slot_ = number % kTokenSlots;
+        first_row_ = step.request * memory_.rows_together;
+        if constexpr (kBlocks == 1) read_tokens(0);
       }
       const uint32_t keys = uniform_operand(keys_ + stage * kStepBytes);
       const float scale = scales_[stage * (kStepBytes / 4)];
-      float d[32];
-      start(d, keys, uniform_operand(queries_ + slot_ * kBlockBytes));
-      wgmma_wait<0>(d);
-      mbarrier_arrive(smem_address(&shared_.empty[stage]));
-      add_up(d, scale, step.first_key + row_);
+      const int key = step.first_key + row_;
+      if constexpr (kBlocks == 1) {
+        float d[32];
+        start(d, keys, 0);
+        wgmma_wait<0>(d);
+        mbarrier_arrive(smem_address(&shared_.empty[stage]));
+        add_up(d, scale, key);
+      } else {
+#pragma unroll 1
+        for (int block = 0; block < memory_.blocks; block += 2) {  // of an odd number the last one stands beside none
+          float first[32], second[32];
+          start(first, keys, block);
+          start(second, keys, block + 1);
+          wgmma_wait<1>(first);
+          read_tokens(block);  // registers hold one block
+          add_up(first, scale, key);
+          wgmma_wait<0>(second);
+          if (block + 2 >= memory_.blocks) mbarrier_arrive(smem_address(&shared_.empty[stage]));
+          read_tokens(block + 1);
+          add_up(second, scale, key);
+        }
+      }
       if (left < kTokenWarpgroups) return;
       stage += kTokenWarpgroups;
-      if (stage >= kTokenStages) {
-        stage -= kTokenStages;
+      if (stage >= Room::kStages) {
+        stage -= Room::kStages;
         phase ^= 1;
       }
     }
   }
 
  private:
-  __device__ static void start(float (&d)[32], uint32_t keys, uint32_t queries) {
+  __device__ void start(float (&d)[32], uint32_t keys, int block) const {
+    const uint32_t queries = uniform_operand(queries_ + slot_ * Room::kQueryBytes + block * kBlockBytes);
     pin(d);
     wgmma_fence();
 #pragma unroll
@@ -269,15 +312,17 @@ class TokenMultiplier {
     wgmma_commit();
   }
 
-  __device__ void read_tokens(int slot, int request) {
-    slot_ = slot;
-    const int first_row = request * memory_.rows_together;
-    const auto* weights = reinterpret_cast<const float2*>(shared_.weights[slot]) + pair_;
+  // Of a block of the request's columns.
+  __device__ void read_tokens(int block) {
+    const int first = block * kTokens;
+    const auto* weights = reinterpret_cast<const float2*>(shared_.weights[slot_] + block * kBlockColumns) + pair_;
 #pragma unroll
     for (int j = 0; j < 8; ++j) weights_[j] = weights[j * 4];
 #pragma unroll
-    for (int i = 0; i < kTokens; ++i) ends_[i] = i < memory_.rows_together ? shared_.ends[first_row + i] : 0;
-    logits_ = static_cast<Out*>(p_.logits) + first_row * p_.stride_row;
+    for (int i = 0; i < kTokens; ++i) {
+      ends_[i] = first + i < memory_.rows_together ? shared_.ends[first_row_ + first + i] : 0;
+    }
+    logits_ = static_cast<Out*>(p_.logits) + (first_row_ + first) * p_.stride_row;
   }
 
   // In the order of Multiplier, so bits are its.
@@ -311,28 +356,29 @@ class TokenMultiplier {
 
   const LogitsParams& p_;
   const Memory& memory_;
-  const TokenShared& shared_;
+  const TokenShared<kBlocks>& shared_;
   uint32_t keys_, queries_;  // shared-memory addresses
   const float* scales_;      // of the lane's key
   int pair_, row_;
-  int slot_ = 0;  // of the request's queries
-  float2 weights_[8];
+  int slot_ = 0, first_row_ = 0;  // of the request: where its queries are, and its first token
+  float2 weights_[8];             // of a block
   int ends_[kTokens];
-  Out* logits_ = nullptr;  // of its first token
+  Out* logits_ = nullptr;  // of the block's first token
 };
 
 // Grid: as many CTAs as run at once.
-template <int kHeads, typename Out>
+template <int kHeads, int kBlocks, typename Out>
 __global__ void __launch_bounds__(kTokenThreads, kTokenCtas)
     token_logits_kernel(const __grid_constant__ LogitsParams p, const __grid_constant__ Memory memory,
                         const __grid_constant__ Maps maps) {
+  using Room = TokenRoom<kBlocks>;
   constexpr int kMultiplying = kTokenMultiply / 32;  // warps; then one copies keys, and one queries
   extern __shared__ __align__(1024) uint8_t dynamic[];
-  __shared__ TokenShared shared;
-  const uint32_t keys = smem_address(dynamic), queries = keys + kTokenStages * kStepBytes;
+  __shared__ TokenShared<kBlocks> shared;
+  const uint32_t keys = smem_address(dynamic), queries = keys + Room::kStages * kStepBytes;
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kTokenStages; ++i) {
+    for (int i = 0; i < Room::kStages; ++i) {
       mbarrier_init(smem_address(&shared.full[i]), 1);
       mbarrier_init(smem_address(&shared.empty[i]), 128);
     }
@@ -357,10 +403,10 @@ __global__ void __launch_bounds__(kTokenThreads, kTokenCtas)
   }
   __syncthreads();
   if (warp < kMultiplying) {
-    TokenMultiplier<kHeads, Out>(p, memory, shared, dynamic, keys, queries).run();
+    TokenMultiplier<kHeads, kBlocks, Out>(p, memory, shared, dynamic, keys, queries).run();
     return;
   }
-  const TokenCopier<kHeads> copier(p, memory, maps, shared, keys, queries);
+  const TokenCopier<kHeads, kBlocks> copier(p, memory, maps, shared, keys, queries);
   if (warp == kMultiplying) {
     copier.copy_keys();
   } else {

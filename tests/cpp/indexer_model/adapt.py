@@ -106,7 +106,7 @@ for name in ("logits", "prompt_logits", "token_logits"):
     change(
         f"sparse_indexer/sm90/{name}.cuh",
         (r"extern __shared__ __align__\(1024\) uint8_t dynamic\[\];", "uint8_t* dynamic = arena();"),
-        (r"__shared__ (\w*Shared) shared;", r"\1& shared = *(\1*)(arena() + kArenaDynamic);"),
+        (r"__shared__ (\w*Shared(?:<\w+>)?) shared;", r"\1& shared = *(\1*)(arena() + kArenaDynamic);"),
     )
 change(
     "sparse_indexer/sm90/copy_boxes.cuh",

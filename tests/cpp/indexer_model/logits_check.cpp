@@ -14,7 +14,7 @@ int main(int argc, char** argv) {
     const int heads = pick({1, 7, 8, 12, 16, 32, 33, 64, 64}), dim = pick({64, 128, 128}), ragged = rand() % 3 == 0;
     const int page = pick({1, 5, 8, 16, 24, 64, 64, 64, 100, 256, 512}); g_sms = pick({1, 2, 3});
     const int odd = rand() % 5 == 0;  // rows on 4 bytes
-    const int S = ragged ? 1 : pick({1, 1, 2, 3, 8, 11, 16}), B = 1 + rand() % 4, T = ragged ? 1 + rand() % 60 : S * B;
+    const int S = ragged ? 1 : pick({1, 1, 2, 3, 4, 8, 11, 16}), B = 1 + rand() % 4, T = ragged ? 1 + rand() % 60 : S * B;
     const int most = pick({40, 300, 700}); std::vector<int> length(T), start(T); int64_t num_keys = 1 + rand() % most;
     for (int t = 0; t < T; ++t) { if (ragged) { start[t] = rand() % num_keys - (rand() % 9 == 0); length[t] = start[t] + rand() % (num_keys + 1) - 3; } else { length[t] = rand() % 6 == 0 ? -rand() % 3 : rand() % (most + 1); } }
     const int cells = most / page + 2; const int64_t pages = ragged ? 1 : B * cells + 1; const int stride_q = dim + (odd ? 4 : 16 * (rand() % 2));
