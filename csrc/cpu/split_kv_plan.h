@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "scheduler/split_kv.h"
+#include "scheduler/split_kv_fill.h"
 
 namespace attnops::cpu {
 
@@ -12,7 +13,8 @@ namespace attnops::cpu {
 // with it, and compares with it the plan that it was given.
 class SplitKvPlanner {
  public:
-  SplitKvPlanner(const SplitKvGeometry& geometry, const int32_t* cache_seqlens)
+  // `fills`: whether shares are filled where that may be (scheduler/split_kv_fill.h).
+  SplitKvPlanner(const SplitKvGeometry& geometry, const int32_t* cache_seqlens, bool fills = false)
       : geometry_(geometry), prefix_(geometry.num_requests + 1, 0), tiles_(geometry.num_requests) {
     int longest = 0;
     for (int b = 0; b < geometry.num_requests; ++b) {
@@ -27,11 +29,13 @@ class SplitKvPlanner {
     geometry_.whole = longest <= most_whole_tiles(geometry_, budget);
     geometry_.cuts = cuts_of_works(geometry_, budget, tiles_.empty() ? 0 : tiles_[0]);
     find_pieces();
+    if (fills && may_fill_shares(geometry_)) find_filled(cache_seqlens);
     is_dealt_ = deals_works(geometry_, budget, longest);
     even_ = std::count(tiles_.begin(), tiles_.end(), longest) == geometry.num_requests;
   }
 
   SplitKvEntry entry(int part) const {
+    if (!points_.empty()) return filled_entry(points_.data(), num_groups(geometry_), part / geometry_.parts_per_group);
     return split_kv_entry(geometry_, {prefix_.data(), tiles_.data()}, part / geometry_.parts_per_group);
   }
 
@@ -86,9 +90,44 @@ class SplitKvPlanner {
     for (size_t b = 0; b < tiles_.size(); ++b) prefix_[b + 1] = prefix_[b] + pieces_of(tiles_[b], geometry_.piece);
   }
 
+  void find_filled(const int32_t* cache_seqlens) {
+    const int requests = geometry_.num_requests, shares = num_groups(geometry_);
+    std::vector<int64_t> prefix(requests + 1, 0);
+    std::vector<int32_t> tiles(requests);
+    for (int b = 0; b < requests; ++b) {
+      tiles[b] = filled_tiles(geometry_, cache_seqlens[b]);
+      prefix[b + 1] = prefix[b] + geometry_.works_per_request * work_cost(geometry_, tiles[b]);
+    }
+    const bool uneven = std::count(tiles.begin(), tiles.end(), tiles[0]) != requests;
+    if (!fills_shares(geometry_, uneven, prefix.back())) return;
+    const SplitKvBatch batch{prefix.data(), tiles.data()};
+    const int total = static_cast<int>(prefix.back());
+    std::vector<int> places[2];
+    int first[2];
+    for (const bool cuts : {true, false}) {
+      std::vector<int>& found = places[cuts];
+      int& number = first[cuts];
+      for (number = 0; number < kFilledBudgets; ++number) {
+        const SplitKvFilling filling{filled_budget(geometry_, total, number), cuts};
+        found.clear();
+        int count = 0;
+        for (int half = 0; half < 2; ++half) {
+          count += fill_shares(geometry_, batch, filling, filled_half(geometry_, batch, total, cuts, half), shares,
+                               [&](int, int place) { found.push_back(place); });
+        }
+        if (count <= shares) break;
+      }
+    }
+    const bool cuts = filled_with_cuts(first[true], first[false]);
+    if (first[cuts] == kFilledBudgets) return;
+    for (const int place : places[cuts]) points_.push_back(filled_point(geometry_, batch, place));
+    points_.resize(shares + 1, {num_works(geometry_), 0});
+  }
+
   SplitKvGeometry geometry_;
   std::vector<int64_t> prefix_;
   std::vector<int32_t> tiles_;
+  std::vector<SplitKvPoint> points_;  // where shares begin that are filled, and where the last ends
   bool is_dealt_, even_;
 };
 

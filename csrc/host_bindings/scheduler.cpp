@@ -17,9 +17,9 @@ namespace py = pybind11;
 namespace attnops {
 namespace {
 
-std::vector<SplitKvEntry> plan_split_kv(SplitKvGeometry geometry, const std::vector<int32_t>& lengths) {
+std::vector<SplitKvEntry> plan_split_kv(SplitKvGeometry geometry, const std::vector<int32_t>& lengths, bool fills) {
   geometry.num_requests = static_cast<int>(lengths.size());
-  const cpu::SplitKvPlanner planner(geometry, lengths.data());
+  const cpu::SplitKvPlanner planner(geometry, lengths.data(), fills);
   std::vector<SplitKvEntry> entries;
   for (int part = 0; part < geometry.num_sm_parts; ++part) entries.push_back(planner.entry(part));
   return entries;
@@ -80,7 +80,7 @@ PYBIND11_MODULE(_scheduler, m) {
       .def_readonly("first_part", &SplitKvEntry::first_part);
 
   m.def("plan_split_kv", &attnops::plan_split_kv, py::arg("geometry"), py::arg("cache_seqlens"),
-        "Rows of the split-KV plan of a batch.");
+        py::arg("fills") = false, "Rows of the split-KV plan of a batch; shares filled where that may be.");
   m.def("num_splits", &attnops::num_splits, py::arg("geometry"), py::arg("cache_seqlens"),
         "Cuts before each request of the batch, or the order in which its works are dealt out.");
   m.def(

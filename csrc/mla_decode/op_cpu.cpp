@@ -20,7 +20,7 @@ void mla_decode_plan_cpu(const Tensor& tile_scheduler_metadata, const Tensor& nu
                          int64_t seqlen_q, int64_t num_q_heads, int64_t window_left, int64_t fixed_split_tokens) {
   const PlanParams p = checked_plan_params(tile_scheduler_metadata, num_splits, cache_seqlens, seqlen_q, num_q_heads,
                                            window_left, fixed_split_tokens);
-  const attnops::cpu::SplitKvPlanner planner(p.geometry, p.tensors.cache_seqlens);
+  const attnops::cpu::SplitKvPlanner planner(p.geometry, p.tensors.cache_seqlens, true);
   planner.write(p.tensors.tile_scheduler_metadata, p.tensors.num_splits);
 }
 
@@ -38,7 +38,7 @@ attnops::cpu::SplitKvPlanner::Plan checked_plan_of(const Params& p) {
   for (int request = 0; p.selects && request < p.batch_size; ++request)
     keys.push_back(cpu::keys_of_request(p, request));
   const int32_t* lengths = p.selects ? keys.data() : p.cache_seqlens;
-  auto plan = attnops::cpu::SplitKvPlanner(geometry, lengths).plan();
+  auto plan = attnops::cpu::SplitKvPlanner(geometry, lengths, !p.selects).plan();
   if (!plan.matches(p.tile_scheduler_metadata, p.num_splits)) {
     const std::string of = p.selects ? "lengths, topk, extra_topk, num_q_heads and fixed_split_tokens"
                                      : "cache_seqlens, seqlen_q, num_q_heads, window_left and fixed_split_tokens";

@@ -146,6 +146,35 @@ def test_split_kv_plan(batch, window_left, num_sm_parts, seqlen_q, num_heads, fi
     assert torch.equal(gpu_splits.cpu(), num_splits)
 
 
+@pytest.mark.parametrize(
+    ("num_sm_parts", "seqlen_q", "num_heads"),
+    [(132, 1, 64), (132, 2, 48), (132, 5, 128), (132, 4, 99), (6, 1, 72), (132, 7, 70)],
+)
+@pytest.mark.parametrize("law", ["uniform", "empties", "all but one empty", "straggler", "short"])
+@pytest.mark.parametrize("requests", [7, 31, 62, 187, 192, 193, 374, 512, 513])
+def test_filled_mla_plan(requests, law, num_sm_parts, seqlen_q, num_heads):
+    """Where works of several lengths outnumber the shares, which are filled one after another."""
+    generator = torch.Generator().manual_seed(requests)
+    for longest in (60, 279, 900, 6000):
+        lengths = torch.randint(1, longest + 1, (requests,), generator=generator)
+        if law == "empties":
+            lengths[torch.rand(requests, generator=generator) < 0.25] = 0
+        elif law == "all but one empty":
+            lengths[1:] = 0
+        elif law == "straggler":
+            lengths[:] = longest // 16
+            lengths[requests // 3] = longest
+        elif law == "short":
+            lengths = lengths.clamp(max=65)
+        plans = []
+        for device in ("cpu", "cuda"):
+            metadata = torch.full((num_sm_parts, 8), POISON, dtype=torch.int32, device=device)
+            num_splits = torch.full((requests + 1,), POISON, dtype=torch.int32, device=device)
+            OPS.mla_decode_plan(metadata, num_splits, lengths.int().to(device), seqlen_q, num_heads, -1, 0)
+            plans.append((metadata.cpu(), num_splits.cpu()))
+        assert torch.equal(plans[0][0], plans[1][0]) and torch.equal(plans[0][1], plans[1][1])
+
+
 @pytest.mark.parametrize("fixed_split_tokens", [0, 256, -5])
 @pytest.mark.parametrize(("num_sm_parts", "num_heads"), [(264, 8), (256, 2), (33, 33), (264, 1)])
 @pytest.mark.parametrize("batch", BATCHES)

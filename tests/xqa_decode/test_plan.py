@@ -294,7 +294,8 @@ def test_mla_plans_look_for_even_batches(lengths, heads, blocks, group, device):
         short_tiles=2 if heads > 32 else 0,
         more_of_lone=2,
     )
-    rows = [[getattr(entry, name) for name in FIELDS] for entry in _scheduler.plan_split_kv(geometry, lengths)]
+    plan_rows = _scheduler.plan_split_kv(geometry, lengths, fills=True)
+    rows = [[getattr(entry, name) for name in FIELDS] for entry in plan_rows]
     assert plan.tile_scheduler_metadata.tolist() == rows
 
 

@@ -10,10 +10,12 @@
 #include "device/common/pdl.cuh"
 #include "device/common/split_kv_plan_few.cuh"
 #include "scheduler/split_kv.h"
+#include "scheduler/split_kv_fill.h"
 
 namespace attnops {
 
 // What a run of requests adds up to: their tiles, their cuts in batch-invariant mode, the longest and the shortest.
+// Where shares may be filled, `cuts` counts requests without keys.
 struct PlanSums {
   int64_t tiles = 0, cuts = 0;
   int longest = 0, shortest = INT32_MAX;
@@ -103,6 +105,41 @@ __device__ void put_in_order(const int32_t* tiles, int num_requests, bool even, 
   }
 }
 
+// Where shares begin that are filled, and where the last ends, into `points`; false: no budget is enough. By all
+// threads of a block, where prefix and tiles are whole. A lane of two warps tries a budget on a half of the works.
+template <int kThreads>
+__device__ bool find_filled(const SplitKvGeometry& g, const SplitKvBatch& batch, int total, SplitKvPoint* points) {
+  constexpr int kLanes = 2 * kFilledBudgets;
+  static_assert(kLanes == 32 && kThreads > kMostFilledShares);
+  __shared__ uint16_t places[kMostFilledShares][2][kLanes];
+  __shared__ int counts[2][kLanes];
+  const int thread = static_cast<int>(threadIdx.x), shares = num_groups(g), lane = thread % kLanes;
+  if (thread < 2 * kLanes) {
+    const int half = thread / kLanes;
+    const bool cuts = lane >= kFilledBudgets;
+    const SplitKvFilling filling{filled_budget(g, total, lane % kFilledBudgets), cuts};
+    counts[half][lane] =
+        fill_shares(g, batch, filling, filled_half(g, batch, total, cuts, half), shares,
+                    [&](int share, int place) { places[share][half][lane] = static_cast<uint16_t>(place); });
+  }
+  __syncthreads();
+  const unsigned enough = __ballot_sync(~0u, counts[0][lane] + counts[1][lane] <= shares);
+  const auto first_of = [&](unsigned lanes) { return lanes == 0 ? kFilledBudgets : __ffs(lanes) - 1; };
+  const int whole = first_of(enough & ((1u << kFilledBudgets) - 1)), with_cuts = first_of(enough >> kFilledBudgets);
+  const bool cuts = filled_with_cuts(with_cuts, whole);
+  const int number = cuts ? with_cuts : whole;
+  if (number == kFilledBudgets) return false;
+  const int taken = number + (cuts ? kFilledBudgets : 0), of_first = counts[0][taken];
+  if (thread <= shares) {
+    const int half = thread >= of_first;
+    points[thread] = thread < of_first + counts[1][taken]
+                         ? filled_point(g, batch, places[thread - half * of_first][half][taken])
+                         : SplitKvPoint{num_works(g), 0};
+  }
+  __syncthreads();
+  return true;
+}
+
 // The split-KV plan in one small launch: the rows and num_splits of scheduler/split_kv.h, bit for bit.
 //
 // One CTA. Every thread adds up the tiles of a run of neighbouring requests, a block scan turns the sums into the cost
@@ -111,7 +148,7 @@ __device__ void put_in_order(const int32_t* tiles, int num_requests, bool even, 
 // What takes time in so small a kernel is its instructions: each is fetched and executed once. So the tile size and
 // "balanced" are compile-time constants (divisions become shifts), neighbours share the points between them, and one
 // scan tells all that the planner wants to know of the batch.
-template <int kThreads, int kTileTokens, bool kFixed, class Lengths>
+template <int kThreads, int kTileTokens, bool kFixed, bool kFills, class Lengths>
 __global__ void __launch_bounds__(kThreads)
     split_kv_plan_kernel(const __grid_constant__ SplitKvGeometry shape, const Lengths cache_seqlens,
                          SplitKvEntry* __restrict__ entries, int32_t* __restrict__ num_splits) {
@@ -131,19 +168,48 @@ __global__ void __launch_bounds__(kThreads)
   const int end = min_of(begin + each, g.num_requests);
   PlanSums own, before;
   for (int b = begin; b < end; ++b) {
-    const int count = num_tiles(g, cache_seqlens[b]);
-    tiles[b] = count;
+    const int length = cache_seqlens[b], count = num_tiles(g, length);
+    const int keyless = kFills ? count - filled_tiles(g, length) : 0;
+    tiles[b] = count - keyless;
     own.tiles += count;
     if constexpr (kFixed) own.cuts += num_fixed_splits(g, count);
+    if constexpr (kFills) own.cuts += keyless;
     own.longest = max_of(own.longest, count);
     own.shortest = min_of(own.shortest, count);
   }
-  const PlanSums all = scan_sums<kThreads, kFixed>(own, before);
+  const PlanSums all = scan_sums < kThreads, kFixed || kFills > (own, before);
   if (g.even_shares > 0) g.uneven = all.longest != all.shortest;
   // Of the requests before one, which have so many tiles.
   const auto cost_before = [&](int request, int64_t count) {
     return g.works_per_request * (overhead_cost(g) * request + kTileCost * count);
   };
+  const SplitKvBatch batch{prefix, tiles};
+  if constexpr (kFills) {  // requests without keys have no tile here, and one below
+    const bool uneven = all.longest != all.shortest || (all.cuts > 0 && all.cuts < g.num_requests);
+    const int64_t total = cost_before(g.num_requests, all.tiles - all.cuts);
+    if (fills_shares(g, uneven, total)) {
+      int64_t earlier = before.tiles - before.cuts;
+      for (int b = begin; b < end; ++b) {
+        prefix[b] = cost_before(b, earlier);
+        earlier += tiles[b];
+        num_splits[b] = 0;
+      }
+      if (thread == 0) {
+        prefix[g.num_requests] = total;
+        num_splits[g.num_requests] = 0;
+      }
+      __syncthreads();
+      if (find_filled<kThreads>(g, batch, static_cast<int>(total), points)) {
+        for (int row = thread; row < g.num_sm_parts; row += kThreads) {
+          entries[row] = filled_entry(points, num_groups(g), row / g.parts_per_group);
+        }
+        return;
+      }
+      __syncthreads();
+    }
+    for (int b = begin; b < end; ++b) tiles[b] = max_of(tiles[b], 1);
+    before.cuts = 0;
+  }
   for (int b = begin; b < end; ++b) {
     prefix[b] = cost_before(b, before.tiles);
     num_splits[b] = splits_before(before.cuts);
@@ -154,7 +220,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t total = cost_before(g.num_requests, all.tiles);
   if (thread == 0) {
     prefix[g.num_requests] = total;
-    num_splits[g.num_requests] = splits_before(all.cuts);
+    num_splits[g.num_requests] = splits_before(kFixed ? all.cuts : 0);
   }
   const int64_t budget = part_budget(g, total);
   if (!kFixed && (g.short_tiles > 0 || g.more_of_lone > 0)) {
@@ -183,7 +249,6 @@ __global__ void __launch_bounds__(kThreads)
       put_in_order<kThreads>(tiles, g.num_requests, all.longest == all.shortest, num_splits);
     }
   }
-  const SplitKvBatch batch{prefix, tiles};
   // A round serves one group less than it finds points: a row needs the next group's beginning, too.
   const int groups = num_groups(g);
   for (int first = 0; first < groups; first += kThreads - 1) {
@@ -200,7 +265,7 @@ __global__ void __launch_bounds__(kThreads)
 
 inline constexpr int kPlanOwnBytes = 10 * 1024;  // of shared memory, at most: the points and the scan
 
-inline size_t plan_bytes(int64_t requests) { return (requests + 1) * sizeof(int64_t) + requests * sizeof(int32_t); }
+constexpr size_t plan_bytes(int64_t requests) { return (requests + 1) * sizeof(int64_t) + requests * sizeof(int32_t); }
 
 // The planner holds a batch in shared memory.
 inline void check_batch_fits(const char* op, int num_requests) {
@@ -217,19 +282,19 @@ inline void check_batch_fits(const char* op, int num_requests) {
                            std::to_string(num_requests) + ". Plan and decode the batch in parts");
 }
 
-template <int kThreads, int kTileTokens, bool kFixed, class Lengths>
+template <int kThreads, int kTileTokens, bool kFixed, bool kFills = false, class Lengths>
 void launch_split_kv_plan_as(const SplitKvGeometry& g, const Lengths& cache_seqlens, SplitKvEntry* entries,
                              int32_t* num_splits, cudaStream_t stream) {
-  auto* const kernel = &split_kv_plan_kernel<kThreads, kTileTokens, kFixed, Lengths>;
+  auto* const kernel = &split_kv_plan_kernel<kThreads, kTileTokens, kFixed, kFills, Lengths>;
   const size_t bytes = plan_bytes(g.num_requests);
-  constexpr size_t kAlwaysThere = 48 * 1024 - kPlanOwnBytes;
+  constexpr size_t kAlwaysThere = kFills ? plan_bytes(kMostFilledRequests) : 48 * 1024 - kPlanOwnBytes;
   if (bytes > kAlwaysThere) {
-    launch_dependent_prepare<&split_kv_plan_kernel<kThreads, kTileTokens, kFixed, Lengths>>(
+    launch_dependent_prepare<&split_kv_plan_kernel<kThreads, kTileTokens, kFixed, kFills, Lengths>>(
         "split_kv_plan_kernel", static_cast<int>(kAlwaysThere));
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
                "shared memory for the plan of so large a batch");
   }
-  launch_dependent<&split_kv_plan_kernel<kThreads, kTileTokens, kFixed, Lengths>>(
+  launch_dependent<&split_kv_plan_kernel<kThreads, kTileTokens, kFixed, kFills, Lengths>>(
       "split_kv_plan_kernel", {1, kThreads, static_cast<int>(bytes), static_cast<int>(kAlwaysThere)}, stream, g,
       cache_seqlens, entries, num_splits);
 }
@@ -241,9 +306,16 @@ void launch_split_kv_plan_few_as(const SplitKvGeometry& g, const Lengths& cache_
       "split_kv_plan_few_kernel", {1, kThreads, 0, 0}, stream, g, cache_seqlens, entries, num_splits);
 }
 
-template <int kTileTokens, bool kFixed, class Lengths>
+template <int kTileTokens, bool kFixed, bool kFills, class Lengths>
 void launch_split_kv_plan_by_size(const SplitKvGeometry& g, const Lengths& cache_seqlens, SplitKvEntry* entries,
                                   int32_t* num_splits, cudaStream_t stream) {
+  if constexpr (kFills) {
+    if (may_fill_shares(g)) {
+      if (g.num_requests <= 192)
+        return launch_split_kv_plan_as<192, kTileTokens, kFixed, true>(g, cache_seqlens, entries, num_splits, stream);
+      return launch_split_kv_plan_as<512, kTileTokens, kFixed, true>(g, cache_seqlens, entries, num_splits, stream);
+    }
+  }
   if (g.num_requests <= kFewRequests) {
     if (g.num_sm_parts <= 5 * 31)
       return launch_split_kv_plan_few_as<160, kTileTokens, kFixed>(g, cache_seqlens, entries, num_splits, stream);
@@ -257,17 +329,18 @@ void launch_split_kv_plan_by_size(const SplitKvGeometry& g, const Lengths& cache
   launch_split_kv_plan_as<1024, kTileTokens, kFixed>(g, cache_seqlens, entries, num_splits, stream);
 }
 
-// `op` names the caller in errors. tile_scheduler_metadata is int32 [num_sm_parts, 8], num_splits int32 [B + 1].
+// `op` names the caller in errors. kFills: shares are filled where that may be (scheduler/split_kv_fill.h).
+// tile_scheduler_metadata is int32 [num_sm_parts, 8], num_splits int32 [B + 1].
 // `cache_seqlens[b]` is the length of request b: int32 [B] on the device, or what computes it there.
-template <int kTileTokens, class Lengths = const int32_t*>
+template <int kTileTokens, bool kFills = false, class Lengths = const int32_t*>
 void launch_split_kv_plan(const char* op, const SplitKvGeometry& g, const Lengths& cache_seqlens,
                           int32_t* tile_scheduler_metadata, int32_t* num_splits, cudaStream_t stream) {
   check_batch_fits(op, g.num_requests);
   SplitKvEntry* const entries = reinterpret_cast<SplitKvEntry*>(tile_scheduler_metadata);
   if (g.fixed_split_tiles != 0) {
-    launch_split_kv_plan_by_size<kTileTokens, true>(g, cache_seqlens, entries, num_splits, stream);
+    launch_split_kv_plan_by_size<kTileTokens, true, false>(g, cache_seqlens, entries, num_splits, stream);
   } else {
-    launch_split_kv_plan_by_size<kTileTokens, false>(g, cache_seqlens, entries, num_splits, stream);
+    launch_split_kv_plan_by_size<kTileTokens, false, kFills>(g, cache_seqlens, entries, num_splits, stream);
   }
 }
 

@@ -5,8 +5,9 @@ namespace attnops::mla_decode {
 
 void launch_plan(const SplitKvGeometry& geometry, const int32_t* cache_seqlens, int32_t* tile_scheduler_metadata,
                  int32_t* num_splits, CUstream_st* stream) {
-  launch_split_kv_plan<kPlanTileTokens>("mla_decode_plan", geometry, cache_seqlens, tile_scheduler_metadata, num_splits,
-                                        stream);
+  constexpr bool kFills = true;
+  launch_split_kv_plan<kPlanTileTokens, kFills>("mla_decode_plan", geometry, cache_seqlens, tile_scheduler_metadata,
+                                                num_splits, stream);
 }
 
 namespace {
@@ -20,8 +21,8 @@ struct ListLengths {
 
 void launch_list_plan(const SplitKvGeometry& geometry, const SelectedRows& selected, const SelectedRows& extra,
                       int32_t* tile_scheduler_metadata, int32_t* num_splits, CUstream_st* stream) {
-  launch_split_kv_plan<kPlanTileTokens>("sparse_mla_plan", geometry, ListLengths{selected, extra},
-                                        tile_scheduler_metadata, num_splits, stream);
+  launch_split_kv_plan<kPlanTileTokens, false>("sparse_mla_plan", geometry, ListLengths{selected, extra},
+                                               tile_scheduler_metadata, num_splits, stream);
 }
 
 }  // namespace attnops::mla_decode
