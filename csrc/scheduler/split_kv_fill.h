@@ -16,6 +16,9 @@ namespace attnops {
 // overhead + U (tiles - t): what a share pays that begins there. So a share that begins at x ends at the last place
 // up to x + budget that leaves no piece of fewer than kLeastFilled tiles.
 //
+// A work without keys counts as the overhead, without a tile: kernels that pass it over write zeros and load nothing.
+// Rows of the plan do not tell, for such a work is never cut.
+//
 // A walk over all shares takes a step each, one behind the other, and the budgets are tried side by side. So the works
 // are halved where half of the cost is, and both halves walk at the same time; the shares of the second follow those
 // that the first took. Invariants 1 and 3 of split_kv.h hold, and no share costs more than the budget by its own count.
@@ -35,7 +38,7 @@ inline bool may_fill_shares(const SplitKvGeometry& g) {
 
 // Tiles of one work of a request, as filled plans count them.
 ATTNOPS_HOST_DEVICE inline int filled_tiles(const SplitKvGeometry& g, int cache_seqlen) {
-  return num_tiles(g, cache_seqlen);
+  return cache_seqlen > 0 ? num_tiles(g, cache_seqlen) : 0;
 }
 
 // And with them: whether works differ so, and what all of them cost.

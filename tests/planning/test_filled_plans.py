@@ -50,8 +50,9 @@ def pieces_of(entry, tiles):
 
 
 def counted(geometry, lengths):
-    """The same as filled plans count them."""
-    return works_of(geometry, lengths)
+    """The same as filled plans count them: none without keys."""
+    keys = [length > 0 for length in lengths for _ in range(geometry.works_per_request)]
+    return [count if any_key else 0 for count, any_key in zip(works_of(geometry, lengths), keys, strict=True)]
 
 
 def words_of(plan):

@@ -31,7 +31,7 @@ class Consumer {
     PieceWalkFor<kOptions> walk(*reinterpret_cast<const SplitKvEntry*>(base_ + kEntry));
     Piece piece;
     float s[32], o[128];
-    for (int count = 0; walk.next(p_, piece); ++count) {
+    for (int count = 0; walk.next(p_, piece, [] { return kPassesKeyless<kOptions>; }); ++count) {
       // Both groups stage their rows in the place of P0.
       if (count > 0) {
         if (kGroup == 0) {

@@ -31,7 +31,11 @@ class Loader : BoxLoads {
     PieceWalkFor<kOptions> walk(entry_);
     int first_pages = speculate();
     Piece piece;
-    for (int count = 0; walk.next(p_, piece); ++count) {
+    const auto pass = [&] {
+      if constexpr (kPassesKeyless<kOptions>) store_zeros(piece);
+      return kPassesKeyless<kOptions>;
+    };
+    for (int count = 0; walk.next(p_, piece, pass); ++count) {
       check_length(piece);
       load_queries(piece, count);
       load_tiles(piece, count, first_pages);
@@ -52,6 +56,22 @@ class Loader : BoxLoads {
     }
     attnops::sm90::named_barrier_sync(kAskedKnown, kGroupThreads);
     asked_ = *asked;
+  }
+
+  // The rows of a work without keys, of common calls: a warp has each fourth. It would wait for the places of what
+  // comes next otherwise.
+  __device__ void store_zeros(const Piece& piece) const {
+#pragma unroll 1
+    for (int row = warp_; row < piece.num_rows; row += 4) {
+      const RowPlace at = row_place(p_, piece.first_row + row);
+      auto* out =
+          static_cast<uint8_t*>(p_.out) + kElement * (piece.request * p_.out_stride_request +
+                                                      at.token * p_.out_stride_token + at.head * p_.out_stride_head);
+      for (int i = 0; i < 2; ++i) reinterpret_cast<uint4*>(out)[lane_ + 32 * i] = {};
+      if (lane_ == 0 && p_.lse) {
+        p_.lse[(static_cast<int64_t>(piece.request) * p_.seqlen_q + at.token) * p_.num_q_heads + at.head] = -INFINITY;
+      }
+    }
   }
 
   // Every second tile of the piece. Pages are looked up before they are needed.

@@ -16,6 +16,10 @@ enum class Options { kAll, kCommon, kSelected, kMasked };
 
 constexpr bool selects(Options options) { return options == Options::kSelected || options == Options::kMasked; }
 
+// Whether the kernel for many rows passes works without keys over. Its loaders write their zeros.
+template <Options kOptions>
+inline constexpr bool kPassesKeyless = kOptions == Options::kCommon;
+
 template <Options kOptions>
 __device__ inline int window_of(const Params& p) {
   return kOptions == Options::kAll ? p.window_left : -1;
@@ -188,6 +192,13 @@ class PieceWalkFor {
       : entry_(entry), work_(entry.begin_work), tile_(entry.begin_tile) {}
 
   __device__ bool next(const Params& p, Piece& piece) {
+    return next(p, piece, [] { return false; });
+  }
+
+  // passes() says whether works of requests without keys are passed over, but for the first of the part, whose queries
+  // may be asked for; somebody writes their zeros then. Batch-invariant plans have all works.
+  template <class Passes>
+  __device__ bool next(const Params& p, Piece& piece, const Passes& passes) {
     const SplitKvEntry& entry = entry_;
     const int last_work = last_work_of(entry);
     while (work_ <= last_work) {
@@ -199,7 +210,9 @@ class PieceWalkFor {
       if (p.fixed_split_tokens == 0) {
         piece.num_tiles = tiles_in_table(piece, end - begin);
         piece.partial = balanced_partial(entry, work_);
+        const bool may_pass = piece.length == 0 && work_ != entry.begin_work && piece.partial < 0;
         advance();
+        if (may_pass && passes()) continue;
         return true;
       }
       const int cut_tiles = p.fixed_split_tokens / kPlanTileTokens;

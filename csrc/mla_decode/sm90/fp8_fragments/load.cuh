@@ -173,7 +173,9 @@ class Loader : QuarterPages<Paging> {
                                 half * kQueryTiles + warp_, piece.request);
       } else if (lane_ == 0) {
         attnops::sm90::mbarrier_arrive_expect(full, query_bytes<kRopeApart>(warp_));
-        copy_queries_of_warp<kRopeApart>(*query_maps_, warp_, piece.request, piece.first_row, half, stage, full);
+        // Where there are no keys, queries of no request, which come as zeros from nowhere.
+        const int request = kSelects || piece.length > 0 ? piece.request : -1;
+        copy_queries_of_warp<kRopeApart>(*query_maps_, warp_, request, piece.first_row, half, stage, full);
       } else {
         attnops::sm90::mbarrier_arrive(full);
       }

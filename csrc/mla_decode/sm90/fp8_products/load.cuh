@@ -108,7 +108,8 @@ class Loader {
   __device__ bool by_map() const { return kOptions == Options::kCommon || modes_.queries_by_map; }
 
   __device__ void load_queries(const Piece& piece) {
-    if (by_map()) return copy_queries(piece.request, piece.first_row);
+    // Where there are no keys, queries of no request, which come as zeros from nowhere.
+    if (by_map()) return copy_queries(piece.length > 0 ? piece.request : -1, piece.first_row);
 #pragma unroll 1
     for (int half = 0; half < kQueryStages; ++half) {
       wait_empty();

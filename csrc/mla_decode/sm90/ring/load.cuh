@@ -130,7 +130,8 @@ class Planner {
         begin,
         work == last ? -some : some,
         p_.fixed_split_tokens == 0 ? balanced_partial(entry, work) : first_partial(place, count, begin)};
-    *item = {Item::kQueries, place.block * kPlanRows, place.request};
+    // Where there are no keys, queries of no request, which come as zeros from nowhere.
+    *item = {Item::kQueries, place.block * kPlanRows, length > 0 ? place.request : -1};
 
     const int key = begin * kPlanTileTokens, cell = cell_of(begin);
     const int cells_left = key < keys_end ? shape_.cells - cell : 0;
