@@ -7,8 +7,8 @@ import pytest
 import torch
 from attnops import ops
 from attnops.metadata import MlaDecodePlan, XqaDecodePlan
-from attnops.metadata.plan_checks import cut_rule
-from attnops.metadata.plan_parts import xqa_num_sm_parts
+from attnops.metadata.plan_checks import cut_rule, cuts_of_rule
+from attnops.metadata.plan_parts import xqa_invariant_cuts, xqa_num_sm_parts
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -239,6 +239,28 @@ def test_op_writes_the_rows_of_the_scheduler(device, fixed_split_tokens, window_
     assert all(n <= 6 for n in cuts) or fixed_split_tokens == 128
     assert plan.num_splits.tolist() == [sum(cuts[:i]) for i in range(len(lengths) + 1)]
     assert plan.out_partial.shape[0] >= max(plan.num_splits[-1].item() * 4, 2 * 13 if not fixed_split_tokens else 0)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 4, 5])
+def test_a_long_request_of_few_heads_alone_has_a_cut_for_nearly_every_sm(heads):
+    """Rows that nothing folds; one KV head has 64 cuts, which bounds what partial results take of all of them."""
+    sms, rows = 132, 20
+    cuts = xqa_invariant_cuts(heads, num_q_heads=heads * rows)
+    parts = 2 * sms // heads * heads
+    geometry = _scheduler.SplitKvGeometry(
+        works_per_request=1,
+        seqlen_q=1,
+        tile_tokens=TILE_TOKENS,
+        num_sm_parts=parts,
+        parts_per_group=heads,
+        work_overhead=4,  # csrc/xqa_decode/plan.h
+        fixed_split_tiles=cuts,
+    )
+    plan = _scheduler.plan_split_kv(geometry, [131072])
+    busy = sum((e.begin_work, e.begin_tile) != (e.end_work, e.end_tile) for e in plan)
+    most, least = cuts_of_rule(cuts)
+    assert busy >= (64 if heads == 1 else 0.9 * sms)
+    assert most <= 64 and most * heads <= sms and least == 8
 
 
 @settings(max_examples=50, deadline=None)

@@ -29,6 +29,8 @@ XQA_LEAST_LARGE_WORKS = 99  # of a call from which on one block takes 129 to 192
 XQA_PREFILL_WORKS_PER_SM, XQA_PREFILL_WORKS_PER_SM_OF_MANY = 2, 1
 
 XQA_INVARIANT_CUTS = 96  # of a long request over all KV heads: docs/kernels/xqa_decode.md
+XQA_CUTS_OF_FEW_HEADS, XQA_FEW_HEADS = 132, 5  # the same of up to so many, which 16 cuts each leave most SMs idle
+XQA_MOST_CUTS_OF_HEAD = 64  # where it writes partial results; also of one KV head
 XQA_LEAST_CUT = 8  # tiles of a cut, where it writes a partial result
 XQA_FOLDED_CUTS = {4: 32, 8: 28}  # the same of one KV head, where 256 over all heads do not suit the clusters
 
@@ -186,7 +188,7 @@ def xqa_invariant_cuts(
     A request must be cut alike alone and among others. Alone it wants a cut for every CTA, 256 over all KV heads. Some
     kernels on Hopper add neighbouring cuts up without a trip to memory, and get as many. They are those for head dims
     65 to 128 and up to 16 query rows per KV head. Their FP8 pages have 8, 16, 32, ... tokens. For other kernels a cut
-    costs a CTA up to a microsecond and a partial result. They get less than half as many, of 512 tokens and more.
+    costs a CTA up to a microsecond and a partial result. They get about half as many, of 512 tokens and more.
 
     Args:
         num_kv_heads: KV heads.
@@ -200,7 +202,10 @@ def xqa_invariant_cuts(
     if _folds(kv_dtype.itemsize, rows, head_dim, page_size):
         cuts = XQA_FOLDED_CUTS.get(num_kv_heads, min(max(256 // num_kv_heads, 8), 64))
         return -min(cuts, 16 if fp8 and rows > 8 else cuts)
-    most = 64 if num_kv_heads == 1 else min(max(XQA_INVARIANT_CUTS // num_kv_heads, 4), 16)
+    if num_kv_heads <= XQA_FEW_HEADS:
+        most = min(XQA_CUTS_OF_FEW_HEADS // num_kv_heads, XQA_MOST_CUTS_OF_HEAD)
+    else:
+        most = min(max(XQA_INVARIANT_CUTS // num_kv_heads, 4), 16)
     return cut_rule(most, XQA_LEAST_CUT)
 
 
