@@ -149,4 +149,23 @@ struct LinearCommit {
   }
 };
 
+inline constexpr ReportOp kReportDeltaDraftStep{48}, kReportSsdDraftStep{49};
+
+// A commit of the drafts before, and the verification behind it.
+struct LinearDraftStep {
+  LinearVerify verify;      // whose states are written where a ring is folded
+  const int32_t* path;      // [batch_size, drafts]: drafts of the verification before, rising
+  const int32_t* accepted;  // [batch_size]: how many of them
+  int32_t* semaphores;      // on CUDA, [batch_size, num_groups + 1], zeros between calls: heads that are done reading
+
+  ATTNOPS_HOST_DEVICE LinearCommit commit() const {
+    return {.step = verify.step,
+            .rings = verify.rings,
+            .drafts = verify.drafts,
+            .path = path,
+            .accepted = accepted,
+            .fold = false};
+  }
+};
+
 }  // namespace attnops

@@ -108,13 +108,19 @@ inline LinearPrefill checked_prefill(const RowArguments& given, const PrefillArg
   return attnops::checked_prefill("delta_prefill", step, true, ragged, "q", given.q, num_tokens, batch);
 }
 
-inline LinearVerify checked_verify(const RowArguments& given, const RingArguments& rings,
+inline LinearVerify checked_verify(const char* op, const RowArguments& given, const RingArguments& rings,
                                    const OptionalTensor& tree_mask) {
   Dim num_tokens("num_tokens"), batch("batch_size");
-  const LinearStep step = checked_rows("delta_verify", given, num_tokens, batch);
-  LinearVerify p = attnops::checked_verify("delta_verify", step, rings, tree_mask, "q", given.q, *num_tokens);
-  if (*num_tokens != 0) check_ring_kind("delta_verify", p, given.a.dim() == 3, step.num_heads / step.heads_per_group);
+  const LinearStep step = checked_rows(op, given, num_tokens, batch);
+  LinearVerify p = attnops::checked_verify(op, step, rings, tree_mask, "q", given.q, *num_tokens);
+  if (*num_tokens != 0) check_ring_kind(op, p, given.a.dim() == 3, step.num_heads / step.heads_per_group);
   return p;
+}
+
+inline LinearDraftStep checked_draft_step(const RowArguments& given, const RingArguments& rings,
+                                          const OptionalTensor& tree_mask, const AcceptedArguments& accepted) {
+  constexpr const char* kOp = "delta_draft_step";
+  return attnops::checked_draft_step(kOp, checked_verify(kOp, given, rings, tree_mask), accepted, given.states);
 }
 
 }  // namespace attnops::delta_rule

@@ -47,6 +47,7 @@ void delta_verify_cpu(const Tensor& out, const Tensor& ring_u, const Tensor& rin
                       bool qk_l2norm, const OptionalTensor& report) {
   const OptionalTensor elsewhere;
   const LinearVerify p = checked_verify(
+      "delta_verify",
       {out, states, q, k, v, a, b, a_log, dt_bias, state_indices, elsewhere, scale, lower_bound, qk_l2norm, report},
       {ring_u, ring_k, ring_decay, ring_len}, tree_mask);
   attnops::cpu::linear_verify("delta_verify", kReportDeltaVerify, p, true);
@@ -61,6 +62,19 @@ void delta_commit_cpu(const Tensor& states, const Tensor& ring_u, const Tensor& 
   attnops::cpu::linear_commit("delta_commit", kReportDeltaCommit, p);
 }
 
+void delta_draft_step_cpu(const Tensor& out, const Tensor& ring_u, const Tensor& ring_k, const Tensor& ring_decay,
+                          const Tensor& states, const Tensor& ring_len, const Tensor& q, const Tensor& k,
+                          const Tensor& v, const Tensor& a, const Tensor& b, const OptionalTensor& a_log,
+                          const OptionalTensor& dt_bias, const Tensor& state_indices, const Tensor& accepted_path,
+                          const Tensor& accepted_len, const OptionalTensor& tree_mask, double scale, double lower_bound,
+                          bool qk_l2norm, const OptionalTensor& semaphores, const OptionalTensor& report) {
+  const OptionalTensor elsewhere;
+  const LinearDraftStep p = checked_draft_step(
+      {out, states, q, k, v, a, b, a_log, dt_bias, state_indices, elsewhere, scale, lower_bound, qk_l2norm, report},
+      {ring_u, ring_k, ring_decay, ring_len}, tree_mask, {accepted_path, accepted_len, semaphores});
+  attnops::cpu::linear_draft_step("delta_draft_step", kReportDeltaDraftStep, p, true);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(attnops, CPU, m) {
@@ -69,6 +83,7 @@ STABLE_TORCH_LIBRARY_IMPL(attnops, CPU, m) {
   m.impl("delta_plan", TORCH_BOX(&delta_plan_cpu));
   m.impl("delta_verify", TORCH_BOX(&delta_verify_cpu));
   m.impl("delta_commit", TORCH_BOX(&delta_commit_cpu));
+  m.impl("delta_draft_step", TORCH_BOX(&delta_draft_step_cpu));
 }
 
 }  // namespace attnops::delta_rule

@@ -44,6 +44,7 @@ void delta_verify_cuda(const Tensor& out, const Tensor& ring_u, const Tensor& ri
                        bool qk_l2norm, const OptionalTensor& report) {
   const OptionalTensor elsewhere;
   const LinearVerify p = checked_verify(
+      "delta_verify",
       {out, states, q, k, v, a, b, a_log, dt_bias, state_indices, elsewhere, scale, lower_bound, qk_l2norm, report},
       {ring_u, ring_k, ring_decay, ring_len}, tree_mask);
   const OnDevice guard(q);
@@ -60,6 +61,21 @@ void delta_commit_cuda(const Tensor& states, const Tensor& ring_u, const Tensor&
   launch_commit(p, current_stream(states));
 }
 
+void delta_draft_step_cuda(const Tensor& out, const Tensor& ring_u, const Tensor& ring_k, const Tensor& ring_decay,
+                           const Tensor& states, const Tensor& ring_len, const Tensor& q, const Tensor& k,
+                           const Tensor& v, const Tensor& a, const Tensor& b, const OptionalTensor& a_log,
+                           const OptionalTensor& dt_bias, const Tensor& state_indices, const Tensor& accepted_path,
+                           const Tensor& accepted_len, const OptionalTensor& tree_mask, double scale,
+                           double lower_bound, bool qk_l2norm, const OptionalTensor& semaphores,
+                           const OptionalTensor& report) {
+  const OptionalTensor elsewhere;
+  const LinearDraftStep p = checked_draft_step(
+      {out, states, q, k, v, a, b, a_log, dt_bias, state_indices, elsewhere, scale, lower_bound, qk_l2norm, report},
+      {ring_u, ring_k, ring_decay, ring_len}, tree_mask, {accepted_path, accepted_len, semaphores});
+  const OnDevice guard(q);
+  launch_draft_step(p, current_stream(q));
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(attnops, CUDA, m) {
@@ -68,6 +84,7 @@ STABLE_TORCH_LIBRARY_IMPL(attnops, CUDA, m) {
   m.impl("delta_plan", TORCH_BOX(&delta_plan_cuda));
   m.impl("delta_verify", TORCH_BOX(&delta_verify_cuda));
   m.impl("delta_commit", TORCH_BOX(&delta_commit_cuda));
+  m.impl("delta_draft_step", TORCH_BOX(&delta_draft_step_cuda));
 }
 
 }  // namespace attnops::delta_rule

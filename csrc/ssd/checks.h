@@ -98,13 +98,19 @@ inline LinearPrefill checked_prefill(const RowArguments& given, const PrefillArg
   return attnops::checked_prefill("ssd_prefill", step, false, ragged, "x", given.x, num_tokens, batch);
 }
 
-inline LinearVerify checked_verify(const RowArguments& given, const RingArguments& rings,
+inline LinearVerify checked_verify(const char* op, const RowArguments& given, const RingArguments& rings,
                                    const OptionalTensor& tree_mask) {
   Dim num_tokens("num_tokens"), batch("batch_size");
-  const LinearStep step = checked_rows("ssd_verify", given, num_tokens, batch);
-  LinearVerify p = attnops::checked_verify("ssd_verify", step, rings, tree_mask, "x", given.x, *num_tokens);
-  if (*num_tokens != 0) check_ring_kind("ssd_verify", p, false, step.num_heads / step.heads_per_group);
+  const LinearStep step = checked_rows(op, given, num_tokens, batch);
+  LinearVerify p = attnops::checked_verify(op, step, rings, tree_mask, "x", given.x, *num_tokens);
+  if (*num_tokens != 0) check_ring_kind(op, p, false, step.num_heads / step.heads_per_group);
   return p;
+}
+
+inline LinearDraftStep checked_draft_step(const RowArguments& given, const RingArguments& rings,
+                                          const OptionalTensor& tree_mask, const AcceptedArguments& accepted) {
+  constexpr const char* kOp = "ssd_draft_step";
+  return attnops::checked_draft_step(kOp, checked_verify(kOp, given, rings, tree_mask), accepted, given.states);
 }
 
 }  // namespace attnops::ssd

@@ -46,9 +46,9 @@ void ssd_verify_cpu(const Tensor& out, const Tensor& ring_u, const Tensor& ring_
                     const OptionalTensor& dt_bias, const OptionalTensor& z, const Tensor& state_indices,
                     const OptionalTensor& tree_mask, double scale, bool dt_softplus, const OptionalTensor& report) {
   const OptionalTensor elsewhere;
-  const LinearVerify p =
-      checked_verify({out, states, x, dt, a, b, c, d, dt_bias, z, state_indices, elsewhere, scale, dt_softplus, report},
-                     {ring_u, ring_k, ring_decay, ring_len}, tree_mask);
+  const LinearVerify p = checked_verify(
+      "ssd_verify", {out, states, x, dt, a, b, c, d, dt_bias, z, state_indices, elsewhere, scale, dt_softplus, report},
+      {ring_u, ring_k, ring_decay, ring_len}, tree_mask);
   attnops::cpu::linear_verify("ssd_verify", kReportSsdVerify, p, false);
 }
 
@@ -61,6 +61,20 @@ void ssd_commit_cpu(const Tensor& states, const Tensor& ring_u, const Tensor& ri
   attnops::cpu::linear_commit("ssd_commit", kReportSsdCommit, p);
 }
 
+void ssd_draft_step_cpu(const Tensor& out, const Tensor& ring_u, const Tensor& ring_k, const Tensor& ring_decay,
+                        const Tensor& states, const Tensor& ring_len, const Tensor& x, const OptionalTensor& dt,
+                        const Tensor& a, const Tensor& b, const Tensor& c, const OptionalTensor& d,
+                        const OptionalTensor& dt_bias, const OptionalTensor& z, const Tensor& state_indices,
+                        const Tensor& accepted_path, const Tensor& accepted_len, const OptionalTensor& tree_mask,
+                        double scale, bool dt_softplus, const OptionalTensor& semaphores,
+                        const OptionalTensor& report) {
+  const OptionalTensor elsewhere;
+  const LinearDraftStep p = checked_draft_step(
+      {out, states, x, dt, a, b, c, d, dt_bias, z, state_indices, elsewhere, scale, dt_softplus, report},
+      {ring_u, ring_k, ring_decay, ring_len}, tree_mask, {accepted_path, accepted_len, semaphores});
+  attnops::cpu::linear_draft_step("ssd_draft_step", kReportSsdDraftStep, p, false);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(attnops, CPU, m) {
@@ -69,6 +83,7 @@ STABLE_TORCH_LIBRARY_IMPL(attnops, CPU, m) {
   m.impl("ssd_plan", TORCH_BOX(&ssd_plan_cpu));
   m.impl("ssd_verify", TORCH_BOX(&ssd_verify_cpu));
   m.impl("ssd_commit", TORCH_BOX(&ssd_commit_cpu));
+  m.impl("ssd_draft_step", TORCH_BOX(&ssd_draft_step_cpu));
 }
 
 }  // namespace attnops::ssd

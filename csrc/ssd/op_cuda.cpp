@@ -44,9 +44,9 @@ void ssd_verify_cuda(const Tensor& out, const Tensor& ring_u, const Tensor& ring
                      const OptionalTensor& dt_bias, const OptionalTensor& z, const Tensor& state_indices,
                      const OptionalTensor& tree_mask, double scale, bool dt_softplus, const OptionalTensor& report) {
   const OptionalTensor elsewhere;
-  const LinearVerify p =
-      checked_verify({out, states, x, dt, a, b, c, d, dt_bias, z, state_indices, elsewhere, scale, dt_softplus, report},
-                     {ring_u, ring_k, ring_decay, ring_len}, tree_mask);
+  const LinearVerify p = checked_verify(
+      "ssd_verify", {out, states, x, dt, a, b, c, d, dt_bias, z, state_indices, elsewhere, scale, dt_softplus, report},
+      {ring_u, ring_k, ring_decay, ring_len}, tree_mask);
   const OnDevice guard(x);
   launch_verify(p, current_stream(x));
 }
@@ -61,6 +61,21 @@ void ssd_commit_cuda(const Tensor& states, const Tensor& ring_u, const Tensor& r
   launch_commit(p, current_stream(states));
 }
 
+void ssd_draft_step_cuda(const Tensor& out, const Tensor& ring_u, const Tensor& ring_k, const Tensor& ring_decay,
+                         const Tensor& states, const Tensor& ring_len, const Tensor& x, const OptionalTensor& dt,
+                         const Tensor& a, const Tensor& b, const Tensor& c, const OptionalTensor& d,
+                         const OptionalTensor& dt_bias, const OptionalTensor& z, const Tensor& state_indices,
+                         const Tensor& accepted_path, const Tensor& accepted_len, const OptionalTensor& tree_mask,
+                         double scale, bool dt_softplus, const OptionalTensor& semaphores,
+                         const OptionalTensor& report) {
+  const OptionalTensor elsewhere;
+  const LinearDraftStep p = checked_draft_step(
+      {out, states, x, dt, a, b, c, d, dt_bias, z, state_indices, elsewhere, scale, dt_softplus, report},
+      {ring_u, ring_k, ring_decay, ring_len}, tree_mask, {accepted_path, accepted_len, semaphores});
+  const OnDevice guard(x);
+  launch_draft_step(p, current_stream(x));
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(attnops, CUDA, m) {
@@ -69,6 +84,7 @@ STABLE_TORCH_LIBRARY_IMPL(attnops, CUDA, m) {
   m.impl("ssd_plan", TORCH_BOX(&ssd_plan_cuda));
   m.impl("ssd_verify", TORCH_BOX(&ssd_verify_cuda));
   m.impl("ssd_commit", TORCH_BOX(&ssd_commit_cuda));
+  m.impl("ssd_draft_step", TORCH_BOX(&ssd_draft_step_cuda));
 }
 
 }  // namespace attnops::ssd

@@ -252,6 +252,37 @@ inline const int32_t* checked_path(const char* op, const Tensor& path, const Ten
   return static_cast<const int32_t*>(path.const_data_ptr());
 }
 
+struct AcceptedArguments {
+  const Tensor &path, &length;
+  const OptionalTensor& semaphores;
+};
+
+// A step whose verification has been checked; `tokens` are its rows.
+inline LinearDraftStep checked_draft_step(const char* op, const LinearVerify& verify, const AcceptedArguments& given,
+                                          const Tensor& states) {
+  Dim batch("batch_size", verify.step.batch_size, "state_indices");
+  Dim drafts = verify.step.batch_size == 0 ? Dim("drafts") : Dim("drafts", verify.drafts, "tokens");
+  LinearDraftStep p{};
+  p.verify = verify;
+  p.path = checked_path(op, given.path, states, batch, drafts);
+  p.accepted = checked_slots(op, "accepted_len", given.length, "states", states, batch);
+  if (given.semaphores) {
+    Dim count("semaphores");
+    TensorCheck(op, "semaphores", *given.semaphores)
+        .device_as("states", states)
+        .dtype({DType::kInt32})
+        .shape({count})
+        .contiguous();
+    const int64_t needed = int64_t{verify.step.batch_size} * (verify.rings.num_groups + 1);
+    if (*count < needed) {
+      fail(op, "semaphores.shape[0] must be at least " + std::to_string(needed) +
+                   " (batch_size * (num_groups + 1)), got " + std::to_string(*count));
+    }
+    p.semaphores = static_cast<int32_t*>(given.semaphores->mutable_data_ptr());
+  }
+  return p;
+}
+
 struct CommitArguments {
   const Tensor& states;
   RingArguments rings;

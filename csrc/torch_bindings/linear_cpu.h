@@ -51,22 +51,40 @@ void check_rings(ReportOp op, const Params& p, int64_t requests, int32_t* report
   }
 }
 
+inline void run_verify(const LinearVerify& p, bool delta) {
+  torch::stable::parallel_for(0, int64_t{p.step.batch_size} * p.step.num_heads, 1,
+                              [&](int64_t begin, int64_t end) { linear_verify_heads(p, delta, begin, end); });
+}
+
 inline void linear_verify(const char* op, ReportOp report_op, const LinearVerify& p, bool delta) {
   CpuFaults faults(op, "states", p.step.report);
-  const int64_t batch_size = p.step.num_heads == 0 ? 0 : p.step.batch_size;
-  check_rings(report_op, p, batch_size, faults.report());
+  check_rings(report_op, p, p.step.num_heads == 0 ? 0 : p.step.batch_size, faults.report());
   faults.check();
-  torch::stable::parallel_for(0, batch_size * p.step.num_heads, 1,
-                              [&](int64_t begin, int64_t end) { linear_verify_heads(p, delta, begin, end); });
+  run_verify(p, delta);
+}
+
+inline void run_commit(const LinearCommit& p) {
+  torch::stable::parallel_for(0, int64_t{p.step.batch_size} * p.step.num_heads, 1,
+                              [&](int64_t begin, int64_t end) { linear_commit_heads(p, begin, end); });
+  for (int64_t request = 0; request < p.step.batch_size; ++request) p.move_cursor(request);
 }
 
 inline void linear_commit(const char* op, ReportOp report_op, const LinearCommit& p) {
   CpuFaults faults(op, "states", p.step.report);
   check_rings(report_op, p, p.step.batch_size, faults.report());
   faults.check();
-  torch::stable::parallel_for(0, int64_t{p.step.batch_size} * p.step.num_heads, 1,
-                              [&](int64_t begin, int64_t end) { linear_commit_heads(p, begin, end); });
-  for (int64_t request = 0; request < p.step.batch_size; ++request) p.move_cursor(request);
+  run_commit(p);
+}
+
+// What a commit may find wrong is all that its verification would.
+inline void linear_draft_step(const char* op, ReportOp report_op, const LinearDraftStep& p, bool delta) {
+  if (p.verify.step.num_heads == 0) return;
+  const LinearCommit commit = p.commit();
+  CpuFaults faults(op, "states", p.verify.step.report);
+  check_rings(report_op, commit, commit.step.batch_size, faults.report());
+  faults.check();
+  run_commit(commit);
+  run_verify(p.verify, delta);
 }
 
 }  // namespace attnops::cpu

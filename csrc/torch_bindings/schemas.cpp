@@ -272,6 +272,18 @@ STABLE_TORCH_LIBRARY(attnops, m) {
       "ssd_commit(Tensor(a!) states, Tensor(b!) ring_u, Tensor(c!) ring_k, Tensor(d!) ring_decay, "
       "Tensor(e!) ring_len, Tensor state_indices, Tensor accepted_path, Tensor accepted_len, bool fold=False, "
       "Tensor(f!)? report=None) -> ()");
+  m.def(
+      "delta_draft_step(Tensor(a!) out, Tensor(b!) ring_u, Tensor(c!) ring_k, Tensor(d!) ring_decay, "
+      "Tensor(e!) states, Tensor(f!) ring_len, Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor? A_log, "
+      "Tensor? dt_bias, Tensor state_indices, Tensor accepted_path, Tensor accepted_len, Tensor? tree_mask, "
+      "float scale, float lower_bound=0.0, bool qk_l2norm=True, Tensor(g!)? semaphores=None, "
+      "Tensor(h!)? report=None) -> ()");
+  m.def(
+      "ssd_draft_step(Tensor(a!) out, Tensor(b!) ring_u, Tensor(c!) ring_k, Tensor(d!) ring_decay, "
+      "Tensor(e!) states, Tensor(f!) ring_len, Tensor x, Tensor? dt, Tensor A, Tensor B, Tensor C, Tensor? D, "
+      "Tensor? dt_bias, Tensor? z, Tensor state_indices, Tensor accepted_path, Tensor accepted_len, "
+      "Tensor? tree_mask, float scale=1.0, bool dt_softplus=False, Tensor(g!)? semaphores=None, "
+      "Tensor(h!)? report=None) -> ()");
   m.def("delta_plan(Tensor(a!) plan, Tensor cu_seqlens) -> ()");
   m.def("ssd_plan(Tensor(a!) plan, Tensor cu_seqlens) -> ()");
 

@@ -63,6 +63,8 @@ OPS = (
     "compress_kv",
     "delta_conv_decode",
     "ssd_conv_decode",
+    "delta_draft_step",
+    "ssd_draft_step",
 )
 KINDS = (
     "none",

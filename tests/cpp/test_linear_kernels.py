@@ -20,10 +20,12 @@ MODEL = os.environ.get("ATTNOPS_CUDA_MODEL")
 pytestmark = pytest.mark.skipif(MODEL is None, reason="ATTNOPS_CUDA_MODEL names no model")
 sys.path.append(str(Path(__file__).parent.parent / "linear"))
 import test_conv_drafts  # noqa: E402
+import test_draft_step  # noqa: E402
 import test_prefill  # noqa: E402
 import test_verify  # noqa: E402
 
 OPS = ["delta_prefill", "ssd_prefill", "delta_plan", "delta_verify", "ssd_verify", "delta_commit", "delta_conv_decode"]
+OPS += ["delta_draft_step", "ssd_draft_step"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -131,6 +133,24 @@ def test_rings_give_what_decoding_the_accepted_drafts_gives(seed, kind, monkeypa
 @pytest.mark.parametrize("seed", range(8))
 def test_rings_of_keys_of_128_elements(seed, kind):
     test_verify.test_rings_of_keys_of_128_elements(seed, kind, "cpu")
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda", "ssd"])
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
+@pytest.mark.parametrize("drafts", range(1, 9))
+def test_a_step_in_one_launch(drafts, kept, kind):
+    test_draft_step.test_a_step_in_one_launch(drafts, kept, kind, "cpu")
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda", "ssd"])
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+def test_a_full_ring_is_folded_and_begins_anew(tree, kind):
+    test_draft_step.test_a_full_ring_is_folded_and_begins_anew(tree, kind, "cpu")
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda", "ssd"])
+def test_padding_touches_nothing(kind):
+    test_draft_step.test_padding_touches_nothing(kind, "cpu")
 
 
 @pytest.mark.parametrize("seed", range(20))

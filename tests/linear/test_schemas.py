@@ -53,9 +53,13 @@ def tree():
     return torch.tensor([[1], [3], [5]], dtype=torch.uint8).expand(B, T, 1).contiguous()
 
 
+def accepted():
+    """accepted_path and accepted_len."""
+    return [torch.tensor([[0, 1, 2], [0, 2, 0]], dtype=torch.int32), indices(3, 2)]
+
+
 def commit(fold):
-    path = torch.tensor([[0, 1, 2], [0, 2, 0]], dtype=torch.int32)
-    return [pool(), *rings(), torch.zeros(SLOTS, dtype=torch.int32), indices(2, 0), path, indices(3, 2), fold]
+    return [pool(), *rings(), torch.zeros(SLOTS, dtype=torch.int32), indices(2, 0), *accepted(), fold]
 
 
 REPORT = lambda: indices(*[0] * 8)  # noqa: E731
@@ -97,6 +101,21 @@ CALLS = {
     "delta_commit with a fold": lambda: commit(True),
     "ssd_commit": lambda: [*commit(False), REPORT()],
     "ssd_commit with a fold": lambda: commit(True),
+    "delta_draft_step": lambda: [
+        OUT(B * T), *rings(), pool(), LENGTHS(), *delta(B * T), indices(2, 0), *accepted(), tree(), 0.25, 0.0, True,
+        indices(0, 0, 0, 0), REPORT(),
+    ],
+    "delta_draft_step of channels": lambda: [
+        OUT(B * T), *rings(True), pool(), LENGTHS(), *delta(B * T, True), indices(2, -1), *accepted(), None, 0.25,
+        -5.0, False,
+    ],
+    "ssd_draft_step": lambda: [
+        OUT(B * T), *rings(), pool(), LENGTHS(), *ssd(B * T), indices(2, 0), *accepted(), tree(), 1.0, True,
+        indices(0, 0, 0, 0), REPORT(),
+    ],
+    "ssd_draft_step of constant decay": lambda: [
+        OUT(B * T), *rings(), pool(), LENGTHS(), *ssd(B * T, False), indices(2, 0), *accepted(), None, 0.5, False,
+    ],
     "delta_plan": lambda: [indices(0, 0), indices(0, 3, 75)],
     "ssd_plan": lambda: [indices(0, 0), indices(0, 3, 75)],
     "causal_conv1d": lambda: [
@@ -139,7 +158,7 @@ def test_there_is_a_call_of_every_op():
     modules = ("attnops.ops.linear", "attnops.ops.linear_prefill", "attnops.ops.linear_verify")
     linear = {name for name in ops.__all__ if getattr(ops, name).__module__ in modules}
     assert {name.split()[0] for name in CALLS} == {name for name in linear if hasattr(torch.ops.attnops, name)}
-    assert len({name.split()[0] for name in CALLS}) == 16
+    assert len({name.split()[0] for name in CALLS}) == 18
 
 
 def test_the_schema_of_an_op_names_what_it_writes():
@@ -151,6 +170,8 @@ def test_the_schema_of_an_op_names_what_it_writes():
     rows = {"ring_u", "ring_k", "ring_decay"}
     assert written["delta_verify"] == written["ssd_verify"] == {"out", *rows, "report"}, "states are only read"
     assert written["delta_commit"] == written["ssd_commit"] == {"states", *rows, "ring_len", "report"}
+    steps = {"out", "states", *rows, "ring_len", "semaphores", "report"}
+    assert written["delta_draft_step"] == written["ssd_draft_step"] == steps
     assert written["causal_conv1d_update"] == {"out", "conv_states", "windows", "report"}
     assert written["copy_states"] == {"states", "report"}
     assert written["delta_plan"] == written["ssd_plan"] == {"plan"}

@@ -174,6 +174,7 @@ def linear_arguments() -> dict[str, dict[str, Any]]:
     rings = {"ring_u": torch.randn(4, 4, 3, 8), "ring_k": torch.randn(4, 2, 3, 16), "ring_decay": torch.rand(4, 4, 3)}
     rings |= {"ring_len": torch.zeros(4, dtype=torch.int32)}
     accepted = {"accepted_path": torch.tensor([[0], [0]]).int(), "accepted_len": torch.tensor([1, 0]).int()}
+    counters = {"semaphores": torch.zeros(6, dtype=torch.int32)}
     delta = {**keys, "v": values, "a": gates, "b": gates, "A_log": heads, "dt_bias": heads} | states | slots
     ssd = {"x": values, "dt": gates, "A": -heads, "B": keys["k"], "C": keys["q"], "D": heads} | states | slots
     ssd |= {"z": values.clone(), "dt_bias": heads, "dt_softplus": True}
@@ -194,6 +195,8 @@ def linear_arguments() -> dict[str, dict[str, Any]]:
         "ssd_prefill": ssd | ragged,
         "delta_verify": delta | rings | {"tree_mask": torch.ones(2, 1, 1, dtype=torch.uint8)},
         "ssd_verify": ssd | rings,
+        "delta_draft_step": delta | rings | accepted | {"tree_mask": torch.ones(2, 1, 1, dtype=torch.uint8)} | counters,
+        "ssd_draft_step": ssd | rings | accepted | counters,
         "delta_commit": states | rings | slots | accepted,
         "ssd_commit": states | rings | slots | accepted,
         "delta_plan": {"cu_seqlens": ragged["cu_seqlens"]},

@@ -4,7 +4,7 @@
 #include "device/sm80/linear_verify_tiles.cuh"
 
 // The table of kernels for drafts and for accepted ones, by what states are and by the longest keys. `Family` has the
-// names of both ops, what the commit reports, and verify<State, kMaxKeys>(params, stream).
+// names of its ops, what a commit and a step report, verify<State, kMaxKeys>(params, stream) and step<...>.
 namespace attnops {
 
 template <class Family>
@@ -13,7 +13,8 @@ struct LinearVerifyImpl {
   DType state_dtype;
   int max_keys;
   void (*verify)(const LinearVerify&, cudaStream_t);
-  void (*commit)(const LinearCommit&, cudaStream_t);
+  void (*commit)(const LinearCommit&, ReportOp, cudaStream_t);
+  bool (*step)(const LinearDraftStep&, cudaStream_t);  // both in one launch; false: it cannot
 
   std::string reject(const LinearStep& p) const {
     if (p.state_dtype != state_dtype) {
@@ -25,13 +26,18 @@ struct LinearVerifyImpl {
 };
 
 template <class Family, typename State, int kMaxKeys>
-void commit_of(const LinearCommit& p, cudaStream_t stream) {
-  launch_linear_commit<State, kMaxKeys>(Family::kCommit, Family::kReportCommit, p, stream);
+void commit_of(const LinearCommit& p, ReportOp op, cudaStream_t stream) {
+  launch_linear_commit<State, kMaxKeys>(Family::kCommit, op, p, stream);
 }
 
 template <class Family, typename State, int kMaxKeys>
 constexpr LinearVerifyImpl<Family> verify_impl(const char* name, DType state_dtype) {
-  return {name, state_dtype, kMaxKeys, &Family::template verify<State, kMaxKeys>, &commit_of<Family, State, kMaxKeys>};
+  return {name,
+          state_dtype,
+          kMaxKeys,
+          &Family::template verify<State, kMaxKeys>,
+          &commit_of<Family, State, kMaxKeys>,
+          &Family::template step<State, kMaxKeys>};
 }
 
 template <class Family>
@@ -56,7 +62,20 @@ void verify_drafts(const LinearVerify& params, cudaStream_t stream) {
 template <class Family>
 void commit_drafts(const LinearCommit& params, cudaStream_t stream) {
   if (int64_t{params.step.batch_size} * params.step.num_heads == 0) return;
-  select_impl(Family::kCommit, kVerifyImpls<Family>, params.step).commit(params, stream);
+  select_impl(Family::kCommit, kVerifyImpls<Family>, params.step).commit(params, Family::kReportCommit, stream);
+}
+
+// Two launches where no kernel takes both, or where there are no semaphores. A commit finds all that its verification
+// would.
+template <class Family>
+void step_drafts(const LinearDraftStep& params, cudaStream_t stream) {
+  LinearVerify verify = params.verify;
+  if (int64_t{verify.step.batch_size} * verify.step.num_heads == 0) return;
+  const auto& impl = select_impl(Family::kStep, kVerifyImpls<Family>, verify.step);
+  if (params.semaphores != nullptr && impl.step(params, stream)) return;
+  impl.commit(params.commit(), Family::kReportStep, stream);
+  verify.step.report = nullptr;
+  impl.verify(verify, stream);
 }
 
 }  // namespace attnops

@@ -1,5 +1,5 @@
 #pragma once
-#include "device/sm80/linear_verify_drafts.cuh"
+#include "device/sm80/linear_draft_step.cuh"
 
 // linear_verify_kernel with products by matrix units: a warp multiplies 16 rows of a state, all its columns, with the
 // keys and queries of all drafts. Numbers are split into two of 11 bits each, so three products (two, where the state
@@ -101,16 +101,18 @@ __device__ __forceinline__ void multiply_keys(const LinearVerify& p, const Verif
   }
 }
 
-// Asks for a later request's state and ring to be in L2 when its CTA comes. By one thread.
+// Asks for a later request's state and ring to be in L2 when its CTA comes, and as many rows behind the ring as drafts
+// may have been accepted. By one thread.
 template <typename State>
-__device__ __forceinline__ void ask_for_drafts(const LinearVerify& p, int request, int head, int first_row, int rows) {
+__device__ __forceinline__ void ask_for_drafts(const LinearVerify& p, int request, int head, int first_row, int rows,
+                                               int accepted) {
 #if __CUDA_ARCH__ >= 900
   const LinearStep& step = p.step;
   ask_for_state<State>(step, request, head, first_row, rows);
   if (request >= step.batch_size || first_row > 0) return;
   const int64_t slot = step.state_indices[request];
   if (slot < 0 || slot >= step.num_slots) return;
-  const int length = p.rings.length(slot, p.drafts);
+  const int length = p.rings.length(slot, p.drafts) + accepted;
   const auto ask = [](const float* from, int floats) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(4 * floats) : "memory");
   };
@@ -132,31 +134,56 @@ __device__ __forceinline__ void meet_tiles() {
 }
 
 // What the warp without rows does: it brings the ring, and multiplies keys.
-template <typename State, bool kDelta, bool kChannels, int kBlocks>
-__device__ __forceinline__ void take_ring(const LinearVerify& p, const VerifyTileLayout& at, float* shared,
-                                          int64_t slot, int head, int request, int first_row, int ahead) {
+template <typename State, bool kDelta, bool kChannels, int kBlocks, class Params>
+__device__ __forceinline__ void take_ring(const Params& given, const VerifyTileLayout& at, float* shared, int64_t slot,
+                                          int head, int request, int first_row, int ahead) {
+  constexpr bool kCommits = std::is_same_v<Params, LinearDraftStep>;
+  const LinearVerify& p = verification(given);
   const LinearStep& step = p.step;
-  const int lane = threadIdx.x % 32, length = p.rings.length(slot, at.drafts);
+  const int lane = threadIdx.x % 32;
+  int own_draft = 0;  // of the accepted ones, one a lane
+  if constexpr (kCommits) own_draft = lane < at.drafts ? given.commit().draft_row(request, 0, lane) : 0;
+  const TileRing ring = tile_ring(given, slot, request);
+  const int rows = ring.rows(), length = ring.length;
   const float* ring_u = p.rings.u_row(step, slot, head, 0);
   const float* ring_k = p.rings.k_row(step, slot, head, 0);
   const float* ring_decay = p.rings.decay_row(step, slot, head, 0);
   const bool own = 4 * lane < at.cta_rows, has = own && first_row + 4 * lane < step.value_dim;
-  for (int row = 0; row < length; ++row) {
+  const auto bring = [&](int row, int from) {
+    float* updates = kCommits ? tile_updates(at, shared, row) : shared + at.values() + row * at.cta_rows;
     if (own) {
-      cp_async_16(smem_address(shared + at.values() + row * at.cta_rows + 4 * lane),
-                  ring_u + row * step.value_dim + (has ? first_row + 4 * lane : 0), has);
+      cp_async_16(smem_address(updates + 4 * lane), ring_u + from * step.value_dim + (has ? first_row + 4 * lane : 0),
+                  has);
     }
     cp_async_16(smem_address(shared + at.row_keys() + row * kTileStride + 4 * lane),
-                ring_k + row * kTileKeys + 4 * lane, true);
+                ring_k + from * kTileKeys + 4 * lane, true);
     if constexpr (kChannels) {
       cp_async_16(smem_address(shared + at.decays() + row * kTileKeys + 4 * lane),
-                  ring_decay + row * kTileKeys + 4 * lane, true);
+                  ring_decay + from * kTileKeys + 4 * lane, true);
+    }
+  };
+  for (int row = 0; row < ring.before; ++row) bring(row, row);
+  if constexpr (!kChannels) {
+    for (int row = lane; row < ring.before; row += 32) shared[at.decays() + row] = ring_decay[row];
+  }
+  if constexpr (kCommits) {
+    for (int i = 0; i < ring.more; ++i) {
+      bring(ring.before + i, ring.before + __shfl_sync(0xffffffffu, own_draft, i));
+    }
+    if (!kChannels && lane < ring.more) {
+      shared[at.decays() + ring.before + lane] = ring_decay[ring.before + own_draft];
     }
   }
-  if constexpr (!kChannels) {
-    for (int row = lane; row < length; row += 32) shared[at.decays() + row] = ring_decay[row];
+  if (ahead > 0 && lane == 0) {
+    ask_for_drafts<State>(p, request + ahead, head, first_row, at.cta_rows, kCommits ? at.drafts : 0);
   }
-  if (ahead > 0 && lane == 0) ask_for_drafts<State>(p, request + ahead, head, first_row, at.cta_rows);
+  if (kCommits && ring.folds) {
+    cp_async_wait_all();
+    __syncwarp();
+    scale_ring<kChannels>(at, shared, rows);
+    meet_tiles<kDelta>();
+    meet_tiles<kDelta>();  // the states are folded
+  }
   // With gates per channel the other warps walk along the ring, else it is this one's until it has multiplied.
   if constexpr (kChannels) cp_async_wait_all();
   meet_tiles<kDelta>();
@@ -176,12 +203,15 @@ __device__ __forceinline__ void take_ring(const LinearVerify& p, const VerifyTil
     }
   }
   meet_tiles<kDelta>();
+  if constexpr (kCommits) keep_rows<kChannels>(given, at, shared, ring, own_draft, slot, head, request);
 }
 
-// Grid: row blocks, heads, requests. `ahead`: requests whose states are asked for into L2.
-template <typename State, bool kDelta, bool kChannels, int kBlocks>
+// Grid: row blocks, heads, requests. `ahead`: requests whose states are asked for into L2. Params: LinearVerify, or
+// LinearDraftStep where a CTA has all rows of a head.
+template <typename State, bool kDelta, bool kChannels, int kBlocks, class Params>
 __global__ void __launch_bounds__(kTileThreads<kDelta>, 16 / kTileWarps<kDelta>)
-    linear_verify_tile_kernel(const __grid_constant__ LinearVerify p, int ahead) {
+    linear_verify_tile_kernel(const __grid_constant__ Params given, int ahead) {
+  constexpr bool kCommits = std::is_same_v<Params, LinearDraftStep>;
   constexpr int kWarps = kTileWarps<kDelta>, kCtaRows = kTileCtaRows<kDelta>;
   constexpr int kVec = 16 / static_cast<int>(sizeof(State));
   constexpr int kDrafts = kBlocks * kBlockDrafts<kDelta>, kEach = kDrafts / 4;  // of a lane
@@ -189,17 +219,18 @@ __global__ void __launch_bounds__(kTileThreads<kDelta>, 16 / kTileWarps<kDelta>)
   extern __shared__ __align__(16) float shared[];
   wait_for_earlier_kernels();
   let_next_kernel_start();
+  const LinearVerify& p = verification(given);
   const LinearStep& step = p.step;
   const int head = blockIdx.y, request = blockIdx.z, drafts = p.drafts, first_row = blockIdx.x * kCtaRows;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const VerifyTileLayout at = verify_tiles<State, kDelta, kChannels, kBlocks>(p);
   if (step.report != nullptr && blockIdx.x == 0 && head == 0 && threadIdx.x == 0) {
-    p.check(kDelta ? kReportDeltaVerify : kReportSsdVerify, request, step.report);
+    check_drafts<kDelta>(given, request, step.report);
   }
   const int64_t slot = step.state_indices[request], first_token = int64_t{request} * drafts;
   const bool padding = slot < 0 || slot >= step.num_slots;
   if (warp == kWarps && !padding) {
-    return take_ring<State, kDelta, kChannels, kBlocks>(p, at, shared, slot, head, request, first_row, ahead);
+    return take_ring<State, kDelta, kChannels, kBlocks>(given, at, shared, slot, head, request, first_row, ahead);
   }
   // All loads come before what is made of them. Those of the drafts do not wait for the slot.
   const int group = head / step.heads_per_group;
@@ -208,7 +239,8 @@ __global__ void __launch_bounds__(kTileThreads<kDelta>, 16 / kTileWarps<kDelta>)
   const int rows[2] = {first_row + warp * kTileRows + g, first_row + warp * kTileRows + g + 8};
   const auto draft_of = [&](int i) { return kDelta ? 4 * i + t : i / 2 * 8 + 2 * t + i % 2; };
   if (padding) return clear_tokens(step, head, first_token, first_token + drafts, first_row, kCtaRows);
-  const int length = p.rings.length(slot, drafts);
+  const TileRing ring = tile_ring(given, slot, request);
+  const int length = ring.length;
   {
     const int row = warp * kTileRows + lane / 8, vec = lane % 8;  // 128 bytes of each of four rows
     const State* states = static_cast<const State*>(step.states) + state_at(step, slot, head) + vec * kVec;
@@ -223,8 +255,15 @@ __global__ void __launch_bounds__(kTileThreads<kDelta>, 16 / kTileWarps<kDelta>)
       }
     }
   }
+  if (kCommits && ring.folds) {
+    meet_tiles<kDelta>();
+    cp_async_wait_all();  // a warp's rows are its own
+    __syncwarp();
+    fold_tile<State>(step, at, shared, ring.rows(), slot, head, first_row);
+    meet_tiles<kDelta>();
+  }
   const auto make = [&](const TileDraft<kDelta, kChannels>& one, int d) {
-    const bool first = blockIdx.x == 0;  // writes the ring's new rows
+    const bool first = !kCommits && blockIdx.x == 0;  // writes the ring's new rows
     one.make(step, at, shared, d,
              first && head == group * step.heads_per_group ? p.rings.k_row(step, slot, head, length + d) : nullptr,
              first ? p.rings.decay_row(step, slot, head, length + d) : nullptr);
@@ -361,8 +400,15 @@ bool verify_tiles_take(const LinearVerify& p) {
          (!p.rings.per_channel || rows_aligned(p.rings.decay, 4, 16));
 }
 
-template <typename State, bool kDelta, bool kChannels, int kBlocks>
-void launch_verify_tiles_of(const char* what, const LinearVerify& p, cudaStream_t stream) {
+// That, and a CTA has all rows of a head.
+template <typename State, bool kDelta>
+bool draft_tiles_take(const LinearDraftStep& p) {
+  return verify_tiles_take<State>(p.verify) && p.verify.step.value_dim <= kTileCtaRows<kDelta>;
+}
+
+template <typename State, bool kDelta, bool kChannels, int kBlocks, class Params>
+void launch_verify_tiles_of(const char* what, const Params& given, cudaStream_t stream) {
+  const LinearVerify& p = verification(given);
   const LinearStep& step = p.step;
   const VerifyTileLayout at = verify_tiles<State, kDelta, kChannels, kBlocks>(p);
   const int bytes = 4 * at.floats(), row_blocks = ceil_div(step.value_dim, at.cta_rows);
@@ -376,18 +422,38 @@ void launch_verify_tiles_of(const char* what, const LinearVerify& p, cudaStream_
                           .max_shared_bytes = INT32_MAX,
                           .blocks_y = step.num_heads,
                           .blocks_z = step.batch_size};
-  launch_dependent<&linear_verify_tile_kernel<State, kDelta, kChannels, kBlocks>>(what, shape, stream, p, ahead);
+  launch_dependent<&linear_verify_tile_kernel<State, kDelta, kChannels, kBlocks, Params>>(what, shape, stream, given,
+                                                                                          ahead);
+}
+
+template <typename State, bool kDelta, bool kChannels, class Params>
+void launch_verify_tiles(const char* what, const Params& given, cudaStream_t stream) {
+  if constexpr (kDelta) {
+    if (verification(given).drafts > kBlockDrafts<kDelta>) {
+      return launch_verify_tiles_of<State, kDelta, kChannels, 2>(what, given, stream);
+    }
+  }
+  launch_verify_tiles_of<State, kDelta, kChannels, 1>(what, given, stream);
 }
 
 template <typename State, int kMaxKeys, bool kDelta, bool kChannels>
 void launch_linear_drafts(const char* what, const LinearVerify& p, cudaStream_t stream) {
   if constexpr (kMaxKeys == kTileKeys && !std::is_same_v<State, __half>) {
-    if (verify_tiles_take<State>(p)) {
-      if (p.drafts <= kBlockDrafts<kDelta>) return launch_verify_tiles_of<State, kDelta, kChannels, 1>(what, p, stream);
-      if constexpr (kDelta) return launch_verify_tiles_of<State, kDelta, kChannels, 2>(what, p, stream);
-    }
+    if (verify_tiles_take<State>(p)) return launch_verify_tiles<State, kDelta, kChannels>(what, p, stream);
   }
   launch_linear_verify<State, kMaxKeys, kDelta, kChannels>(what, p, stream);
+}
+
+// A commit and the verification behind it in one launch; false: no kernel takes both.
+template <typename State, int kMaxKeys, bool kDelta, bool kChannels>
+bool launch_draft_tiles(const char* what, const LinearDraftStep& p, cudaStream_t stream) {
+  if constexpr (kMaxKeys == kTileKeys && !std::is_same_v<State, __half>) {
+    if (draft_tiles_take<State, kDelta>(p)) {
+      launch_verify_tiles<State, kDelta, kChannels>(what, p, stream);
+      return true;
+    }
+  }
+  return false;
 }
 
 }  // namespace attnops

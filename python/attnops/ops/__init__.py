@@ -20,7 +20,14 @@ from attnops.ops.linear import (
     ssd_decode,
 )
 from attnops.ops.linear_prefill import delta_plan, delta_prefill, ssd_plan, ssd_prefill
-from attnops.ops.linear_verify import delta_commit, delta_verify, ssd_commit, ssd_verify
+from attnops.ops.linear_verify import (
+    delta_commit,
+    delta_draft_step,
+    delta_verify,
+    ssd_commit,
+    ssd_draft_step,
+    ssd_verify,
+)
 from attnops.ops.local_batches import build_local_batches
 from attnops.ops.merge_state import merge_state, merge_states
 from attnops.ops.mla_decode import mla_decode, mla_decode_plan
@@ -55,6 +62,7 @@ __all__ = [
     "delta_commit",
     "delta_conv_decode",
     "delta_decode",
+    "delta_draft_step",
     "delta_plan",
     "delta_prefill",
     "delta_verify",
@@ -83,6 +91,7 @@ __all__ = [
     "ssd_commit",
     "ssd_conv_decode",
     "ssd_decode",
+    "ssd_draft_step",
     "ssd_plan",
     "ssd_prefill",
     "ssd_verify",

@@ -211,5 +211,159 @@ def ssd_commit(
     )
 
 
-for _op in ("delta_verify", "ssd_verify", "delta_commit", "ssd_commit"):
+def _semaphores(given: Tensor | None, states: Tensor, ring_k: Tensor, slots: Tensor) -> Tensor | None:
+    """Counters of a step, where its kernel has CTAs that count one another."""
+    if given is not None or states.device.type == "cpu":
+        return given
+    return torch.zeros(slots.shape[0] * (ring_k.shape[1] + 1), dtype=torch.int32, device=states.device)
+
+
+@names_its_arguments
+def delta_draft_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    accepted_path: Tensor,
+    accepted_len: Tensor,
+    *,
+    states: Tensor,
+    ring_u: Tensor,
+    ring_k: Tensor,
+    ring_decay: Tensor,
+    ring_len: Tensor,
+    state_indices: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    scale: float | None = None,
+    lower_bound: float = 0.0,
+    qk_l2norm: bool = True,
+    out: Tensor | None = None,
+    semaphores: Tensor | None = None,
+    report: Tensor | None = None,
+) -> Tensor:
+    """`delta_commit` of the drafts before, then `delta_verify` of these, with the bits of both.
+
+    On CUDA bf16 tokens with keys of 128 elements, up to 128 rows of values and up to eight drafts take one launch. It
+    reads each state once, and writes those whose ring is full. Other calls take the launches of both ops.
+
+    Args:
+        q, k, v, a, b: as in `delta_verify`: the new drafts of ``B`` requests, T of each.
+        accepted_path: int32 ``[B, T]``: the accepted drafts of the verification before, rising.
+        accepted_len: int32 ``[B]``: how many of them count. 0: none, and for a request that has no drafts before.
+        states: ``[num_slots, HV, V, K]``, updated in place where a ring is folded.
+        ring_u, ring_k, ring_decay, ring_len: as in `delta_verify`, updated in place.
+        state_indices: int32 ``[B]``: slots, each at most once; below 0: padding, nothing is touched and out is 0.
+        A_log, dt_bias, tree_mask, scale, lower_bound, qk_l2norm, out: as in `delta_verify`.
+        semaphores: int32, at least ``B * (H + 1)``, zeros before the first call and after each. Calls that may run at
+            the same time need their own. Made by a launch more where it is omitted; the CPU needs none.
+        report: int32 ``[8]`` of the checked mode: bad slots, lengths and paths.
+
+    Raises:
+        RuntimeError: naming the argument that does not fit; on the CPU also a bad slot, length or path.
+
+    Source: arXiv 2412.06464, equation 10.
+    """
+    out = v.new_empty(v.shape) if out is None else out
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    torch.ops.attnops.delta_draft_step(
+        out,
+        ring_u,
+        ring_k,
+        ring_decay,
+        states,
+        ring_len,
+        q,
+        k,
+        v,
+        a,
+        b,
+        A_log,
+        dt_bias,
+        state_indices,
+        accepted_path,
+        accepted_len,
+        tree_mask,
+        scale,
+        lower_bound,
+        qk_l2norm,
+        _semaphores(semaphores, states, ring_k, state_indices),
+        report,
+    )
+    return out
+
+
+@names_its_arguments
+def ssd_draft_step(
+    x: Tensor,
+    dt: Tensor | None,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    accepted_path: Tensor,
+    accepted_len: Tensor,
+    *,
+    states: Tensor,
+    ring_u: Tensor,
+    ring_k: Tensor,
+    ring_decay: Tensor,
+    ring_len: Tensor,
+    state_indices: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    z: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    scale: float = 1.0,
+    dt_softplus: bool = False,
+    out: Tensor | None = None,
+    semaphores: Tensor | None = None,
+    report: Tensor | None = None,
+) -> Tensor:
+    """`ssd_commit` of the drafts before, then `ssd_verify` of these, with the bits of both.
+
+    On CUDA as `delta_draft_step`, with up to 64 rows of values in one launch.
+
+    Args:
+        x, dt, A, B, C, D, dt_bias, z, scale, dt_softplus: as in `ssd_verify`: the new drafts.
+        states: ``[num_slots, H, P, N]``, updated in place where a ring is folded.
+        ring_u, ring_k, ring_decay, ring_len: as in `ssd_verify`, updated in place.
+        accepted_path, accepted_len, state_indices, tree_mask, semaphores, report: as in `delta_draft_step`.
+        out: ``[B * T, H, P]``; allocated when omitted.
+
+    Raises:
+        RuntimeError: naming the argument that does not fit; on the CPU also a bad slot, length or path.
+
+    Source: arXiv 2405.21060, equation 16.
+    """
+    out = x.new_empty(x.shape) if out is None else out
+    torch.ops.attnops.ssd_draft_step(
+        out,
+        ring_u,
+        ring_k,
+        ring_decay,
+        states,
+        ring_len,
+        x,
+        dt,
+        A,
+        B,
+        C,
+        D,
+        dt_bias,
+        z,
+        state_indices,
+        accepted_path,
+        accepted_len,
+        tree_mask,
+        scale,
+        dt_softplus,
+        _semaphores(semaphores, states, ring_k, state_indices),
+        report,
+    )
+    return out
+
+
+for _op in ("delta_verify", "ssd_verify", "delta_commit", "ssd_commit", "delta_draft_step", "ssd_draft_step"):
     register_fake(_op)

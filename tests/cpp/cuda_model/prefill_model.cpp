@@ -211,27 +211,36 @@ void verify_rows(const LinearVerify& p) {
            [&] { linear_verify_kernel<State, kKeys, kDelta, kChannels, false, kRows>(p, row_blocks); });
 }
 
-template <typename State, bool kDelta, bool kChannels, int kBlocks>
-void run_tiles(const LinearVerify& p) {
+// Heads in any order: each has what the others of its group read.
+template <typename State, bool kDelta, bool kChannels, int kBlocks, class Params>
+void run_blocks(const Params& given) {
+  const LinearVerify& p = verification(given);
   const VerifyTileLayout at = attnops::verify_tiles<State, kDelta, kChannels, kBlocks>(p);
   if (4 * at.floats() > static_cast<int>(sizeof(memory))) std::abort();
+  const int heads = p.step.num_heads;
   for (int request = 0; request < p.step.batch_size; ++request) {
-    for (int head = 0; head < p.step.num_heads; ++head) {
-      blockIdx.y = head, blockIdx.z = request;
+    const int first = cuda_model::drawn(heads), step = cuda_model::drawn(2) == 0 ? 1 : heads - 1;
+    for (int turn = 0; turn < heads; ++turn) {
+      blockIdx.y = (first + turn * step) % heads, blockIdx.z = request;
       run_grid(ceil_div(p.step.value_dim, at.cta_rows), kTileThreads<kDelta>,
-               [&] { linear_verify_tile_kernel<State, kDelta, kChannels, kBlocks>(p, 0); });
+               [&] { linear_verify_tile_kernel<State, kDelta, kChannels, kBlocks, Params>(given, 0); });
     }
   }
+}
+
+template <typename State, bool kDelta, bool kChannels, class Params>
+void run_tiles(const Params& given) {
+  if constexpr (kDelta) {
+    if (verification(given).drafts > kBlockDrafts<kDelta>) return run_blocks<State, kDelta, kChannels, 2>(given);
+  }
+  run_blocks<State, kDelta, kChannels, 1>(given);
 }
 
 template <typename State, int kKeys, bool kDelta, bool kChannels>
 void verify_of(const LinearVerify& p) {
   static int turn = 0;
   if constexpr (kKeys == kTileKeys) {
-    if (verify_tiles_take<State>(p)) {
-      if (p.drafts <= kBlockDrafts<kDelta>) return run_tiles<State, kDelta, kChannels, 1>(p);
-      if constexpr (kDelta) return run_tiles<State, kDelta, kChannels, 2>(p);
-    }
+    if (verify_tiles_take<State>(p)) return run_tiles<State, kDelta, kChannels>(p);
   }
   if (kKeys == 128 && turn++ % 2 == 0) return verify_rows<State, kKeys, kDelta, kChannels, 4>(p);
   verify_rows<State, kKeys, kDelta, kChannels, 2>(p);
@@ -247,17 +256,19 @@ void verify(const LinearVerify& p) {
                 : verify_of<float, 256, kDelta, kChannels>(p);
 }
 
-template <int kKeys>
+template <typename State, int kKeys>
 void commit_of(const LinearCommit& p, ReportOp op) {
   static int turn = 0;
   const LinearStep& step = p.step;
   const int ctas = 1 + turn++ % 5;
   const auto run = [&](auto which) {
-    run_grid(ctas, kCommitThreads, [&] { linear_commit_kernel<float, kKeys, decltype(which)::value>(p, op); });
+    run_grid(ctas, kCommitThreads, [&] { linear_commit_kernel<State, kKeys, decltype(which)::value>(p, op); });
   };
   const bool vectors =
-      step.key_dim % 4 == 0 && rows_aligned(step.states, 4, 16, step.stride_slot, step.stride_head, step.stride_row);
-  if (turn % 4 == 0 || !vectors) {
+      step.key_dim * sizeof(State) % 16 == 0 &&
+      rows_aligned(step.states, sizeof(State), 16, step.stride_slot, step.stride_head, step.stride_row);
+  const bool any = turn % 4 == 0 && kKeys != kTileKeys;  // with keys of a tile folds have the bits of steps
+  if (any || !vectors) {
     run(std::integral_constant<FoldCase, FoldCase::kAny>{});
   } else if (p.rings.per_channel || step.key_dim != kKeys || step.value_dim % 4 != 0 ||
              !rows_aligned(p.rings.u, 4, 16) || !rows_aligned(p.rings.k, 4, 16)) {
@@ -266,6 +277,26 @@ void commit_of(const LinearCommit& p, ReportOp op) {
     run(std::integral_constant<FoldCase, FoldCase::kHeads>{});
   }
   run_grid(1, kCommitThreads, [&] { move_cursors_kernel(p); });
+}
+
+void commit(const LinearCommit& p, ReportOp op) {
+  if (p.step.state_dtype == DType::kBFloat16) return commit_of<__nv_bfloat16, 128>(p, op);
+  p.step.key_dim <= 64    ? commit_of<float, 64>(p, op)
+  : p.step.key_dim <= 128 ? commit_of<float, 128>(p, op)
+                          : commit_of<float, 256>(p, op);
+}
+
+// In one launch where a kernel takes both.
+template <bool kDelta, bool kChannels>
+void draft_step(const LinearDraftStep& p, ReportOp op) {
+  if (int64_t{p.verify.step.batch_size} * p.verify.step.num_heads == 0) return;
+  if (p.semaphores != nullptr && p.verify.step.key_dim == kTileKeys) {
+    const bool narrow = p.verify.step.state_dtype == DType::kBFloat16;
+    if (!narrow && draft_tiles_take<float, kDelta>(p)) return run_tiles<float, kDelta, kChannels>(p);
+    if (narrow && draft_tiles_take<__nv_bfloat16, kDelta>(p)) return run_tiles<__nv_bfloat16, kDelta, kChannels>(p);
+  }
+  commit(p.commit(), op);
+  verify<kDelta, kChannels>(p.verify);
 }
 
 // A cluster's CTAs run one after another, the first one last: it alone writes what the others read.
@@ -369,6 +400,7 @@ void delta_verify_model(const Tensor& out, const Tensor& ring_u, const Tensor& r
                         bool qk_l2norm, const OptionalTensor& report) {
   const OptionalTensor elsewhere;
   const LinearVerify p = delta_rule::checked_verify(
+      "delta_verify",
       {out, states, q, k, v, a, b, a_log, dt_bias, state_indices, elsewhere, scale, lower_bound, qk_l2norm, report},
       {ring_u, ring_k, ring_decay, ring_len}, tree_mask);
   p.step.gate_per_channel ? verify<true, true>(p) : verify<true, false>(p);
@@ -381,7 +413,7 @@ void ssd_verify_model(const Tensor& out, const Tensor& ring_u, const Tensor& rin
                       const OptionalTensor& tree_mask, double scale, bool dt_softplus, const OptionalTensor& report) {
   const OptionalTensor elsewhere;
   verify<false, false>(ssd::checked_verify(
-      {out, states, x, dt, a, b, c, d, dt_bias, z, state_indices, elsewhere, scale, dt_softplus, report},
+      "ssd_verify", {out, states, x, dt, a, b, c, d, dt_bias, z, state_indices, elsewhere, scale, dt_softplus, report},
       {ring_u, ring_k, ring_decay, ring_len}, tree_mask));
 }
 
@@ -392,9 +424,37 @@ void delta_commit_model(const Tensor& states, const Tensor& ring_u, const Tensor
       "delta_commit",
       {states, {ring_u, ring_k, ring_decay, ring_len}, state_indices, accepted_path, accepted_len, fold, report});
   if (int64_t{p.step.batch_size} * p.step.num_heads == 0) return;
-  p.step.key_dim <= 64    ? commit_of<64>(p, kReportDeltaCommit)
-  : p.step.key_dim <= 128 ? commit_of<128>(p, kReportDeltaCommit)
-                          : commit_of<256>(p, kReportDeltaCommit);
+  commit(p, kReportDeltaCommit);
+}
+
+void delta_draft_step_model(const Tensor& out, const Tensor& ring_u, const Tensor& ring_k, const Tensor& ring_decay,
+                            const Tensor& states, const Tensor& ring_len, const Tensor& q, const Tensor& k,
+                            const Tensor& v, const Tensor& a, const Tensor& b, const OptionalTensor& a_log,
+                            const OptionalTensor& dt_bias, const Tensor& state_indices, const Tensor& accepted_path,
+                            const Tensor& accepted_len, const OptionalTensor& tree_mask, double scale,
+                            double lower_bound, bool qk_l2norm, const OptionalTensor& semaphores,
+                            const OptionalTensor& report) {
+  const OptionalTensor elsewhere;
+  const LinearDraftStep p = delta_rule::checked_draft_step(
+      {out, states, q, k, v, a, b, a_log, dt_bias, state_indices, elsewhere, scale, lower_bound, qk_l2norm, report},
+      {ring_u, ring_k, ring_decay, ring_len}, tree_mask, {accepted_path, accepted_len, semaphores});
+  p.verify.step.gate_per_channel ? draft_step<true, true>(p, kReportDeltaDraftStep)
+                                 : draft_step<true, false>(p, kReportDeltaDraftStep);
+}
+
+void ssd_draft_step_model(const Tensor& out, const Tensor& ring_u, const Tensor& ring_k, const Tensor& ring_decay,
+                          const Tensor& states, const Tensor& ring_len, const Tensor& x, const OptionalTensor& dt,
+                          const Tensor& a, const Tensor& b, const Tensor& c, const OptionalTensor& d,
+                          const OptionalTensor& dt_bias, const OptionalTensor& z, const Tensor& state_indices,
+                          const Tensor& accepted_path, const Tensor& accepted_len, const OptionalTensor& tree_mask,
+                          double scale, bool dt_softplus, const OptionalTensor& semaphores,
+                          const OptionalTensor& report) {
+  const OptionalTensor elsewhere;
+  draft_step<false, false>(
+      ssd::checked_draft_step(
+          {out, states, x, dt, a, b, c, d, dt_bias, z, state_indices, elsewhere, scale, dt_softplus, report},
+          {ring_u, ring_k, ring_decay, ring_len}, tree_mask, {accepted_path, accepted_len, semaphores}),
+      kReportSsdDraftStep);
 }
 
 }  // namespace
@@ -406,6 +466,8 @@ STABLE_TORCH_LIBRARY_IMPL(attnops_model, CPU, m) {
   m.impl("delta_verify", TORCH_BOX(&delta_verify_model));
   m.impl("ssd_verify", TORCH_BOX(&ssd_verify_model));
   m.impl("delta_commit", TORCH_BOX(&delta_commit_model));
+  m.impl("delta_draft_step", TORCH_BOX(&delta_draft_step_model));
+  m.impl("ssd_draft_step", TORCH_BOX(&ssd_draft_step_model));
   m.impl("causal_conv1d_update", TORCH_BOX(&causal_conv1d_update_model));
   m.impl("delta_conv_decode", TORCH_BOX(&delta_conv_decode_model));
 }

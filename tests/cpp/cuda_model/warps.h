@@ -199,6 +199,12 @@ inline bool __all_sync(unsigned, bool own) {
   for (int i = 0; i < 32; ++i) all = all && lanes[i] != 0;
   return all;
 }
+inline bool __any_sync(unsigned, bool own) {
+  const cuda_model::Lanes<int> lanes(own);
+  bool any = false;
+  for (int i = 0; i < 32; ++i) any = any || lanes[i] != 0;
+  return any;
+}
 inline float __shfl_down_sync(unsigned, float x, int distance) {
   const int lane = cuda_model::cta->current % 32;
   return cuda_model::Lanes<float>(x)[lane + distance < 32 ? lane + distance : lane];
