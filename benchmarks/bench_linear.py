@@ -206,7 +206,8 @@ class Bench(Timing):
         bias, dt = torch.zeros(a.shape[1:], device=self.device), None if model.constant else a
         path = self.indices([list(range(drafts))] * batch)  # type: ignore[list-item]
         count, commit = self.indices([min(3, drafts)] * batch), ops.delta_commit if model.delta else ops.ssd_commit
-        calls, folds, steps, beside = [], [], [], []
+        semaphores = torch.zeros(batch * (model.groups + 1), dtype=torch.int32, device=self.device)
+        calls, folds, steps, single, beside = [], [], [], [], []
         turns, peers, accepted = min(num_slots // batch, 32), self.peers, min(3, drafts)
         parents, snapshots = None, []
         if peers:  # a layer has its own snapshots: as many as leave L2
@@ -218,10 +219,12 @@ class Bench(Timing):
             given = {**rings, "state_indices": self.indices(list(range(turn * batch, (turn + 1) * batch)))}
             options = {**given, "states": states, "tree_mask": mask, "out": out}
             if model.delta:
-                calls.append(partial(ops.delta_verify, q, k, v, a, b, A_log=per_head, dt_bias=bias, **options))
+                tokens, options = [q, k, v, a, b], options | {"A_log": per_head, "dt_bias": bias}
             else:
-                options["dt_softplus"] = dt is not None
-                calls.append(partial(ops.ssd_verify, v, dt, per_head - 1, k, q, **options))
+                tokens, options = [v, dt, per_head - 1, k, q], options | {"dt_softplus": dt is not None}
+            calls.append(partial(ops.delta_verify if model.delta else ops.ssd_verify, *tokens, **options))
+            one = ops.delta_draft_step if model.delta else ops.ssd_draft_step
+            single.append(partial(one, *tokens, path, count, semaphores=semaphores, **options))
             folds.append(partial(commit, states, path, count, fold=True, **given))
             steps += [calls[-1], partial(commit, states, path, count, **given)]
             if peers:
@@ -234,7 +237,7 @@ class Bench(Timing):
         params |= {} if kept == torch.float32 else {"states": str(kept).removeprefix("torch.")}
         self.cell("linear_verify", params, calls, batch * per_slot / READ)
         check = Check(out, [states], self.indices(list(range(batch))), rings["ring_len"])
-        self.step(params, steps, batch * per_slot, rings["ring_len"], beside, check)
+        self.step(params, steps, single, batch * per_slot, rings["ring_len"], beside, check)
         self.cell("linear_fold", params, folds, 2 * batch * per_slot / COPY)
 
     def fixed(self, only: str) -> None:
@@ -276,15 +279,19 @@ class Bench(Timing):
         else:
             self.prefill(cell.model, cell.lengths, 0, cell.kept)
 
-    def step(self, params: dict, calls: list, state_bytes: int, lengths: Tensor, beside: list[Calls],
+    def step(self, params: dict, calls: list, single: list, state_bytes: int, lengths: Tensor, beside: list[Calls],
              check: Check) -> None:  # fmt: skip
-        """A verification and its commit, up to three drafts accepted. In each step as many rings are folded."""
+        """A verification and its commit, up to three drafts accepted; and both as one op, which reads a state once. In
+        each step as many rings are folded."""
         accepted = min(3, params["drafts"])
         per_fold = (16 - params["drafts"]) // accepted + 1  # steps from a fold to the next
-        lengths.copy_(accepted * (torch.arange(len(lengths), device=self.device) % per_fold))
+        spread = accepted * (torch.arange(len(lengths), dtype=lengths.dtype, device=self.device) % per_fold)
+        lengths.copy_(spread)
         pairs = [partial(both, *calls[i : i + 2]) for i in range(0, len(calls), 2)]
         floor = state_bytes / READ + 2 * state_bytes / COPY / per_fold
         self.cell("linear_verify_commit", params, pairs, floor, beside, check)
+        lengths.copy_(spread)
+        self.cell("linear_draft_step", params, single, (1 + 1 / per_fold) * state_bytes / READ)
         lengths.fill_(4)
 
     def convolve(self, tokens: int, channels: int, batch: int, update: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from attnops import ops
@@ -31,7 +32,7 @@ def _tree(draw: Draw, batch: int, drafts: int) -> tuple[list[list[list[int]]], T
 
 
 def right_drafts(draw: Draw) -> None:
-    """A few verifications with commits between them, then a fold."""
+    """A few verifications with commits between them, alone or by the op that takes both, then a fold."""
     io, kept = draw.pick(FLOATS), draw.pick(FLOATS)
     batch, groups, drafts = draw.pick([1, 2, 5]), draw.pick([1, 2]), draw.pick([1, 2, 4, 8, 11, 16])
     heads = groups * draw.pick([1, 2])
@@ -49,7 +50,8 @@ def right_drafts(draw: Draw) -> None:
     rate, bias = draw.normal(heads), draw.normal(heads, *([keys] if channels else []))
     now = before.double()
     folds = torch.zeros(num_slots, dtype=torch.bool)  # slots that were rounded to the pool's type on the way
-    for _ in range(draw.pick([1, 3])):
+    turns, waits = draw.pick([1, 3]), {}  # the commit that the next op takes
+    for turn in range(turns):
         shape = (batch * drafts, heads)
         q, k = (draw.normal(batch * drafts, groups, keys).to(io) for _ in range(2))
         v, a = draw.normal(*shape, rows).to(io), draw.normal(*shape, *([keys] if channels else [])).to(io)
@@ -58,15 +60,19 @@ def right_drafts(draw: Draw) -> None:
         out = Guarded(draw, (*shape, rows), io)
         options = {"dt_bias": on_device(draw, bias), "out": out.view, "tree_mask": mask, **given}
         if delta:
-            draw.saw("op delta_verify")
-            ops.delta_verify(*given_as(draw, q, k, v, a, b), A_log=on_device(draw, rate), scale=0.3, **options)
+            draw.saw("op delta_draft_step" if waits else "op delta_verify")
+            verify = partial(ops.delta_draft_step, **waits) if waits else ops.delta_verify
+            verify(*given_as(draw, q, k, v, a, b), A_log=on_device(draw, rate), scale=0.3, **options)
             gates = delta_gates(*doubles(a, b, rate, bias), 0.0)
             wide = [*doubles(q, k, v), *gates]
         else:
-            draw.saw("op ssd_verify")
+            draw.saw("op ssd_draft_step" if waits else "op ssd_verify")
+            verify = partial(ops.ssd_draft_step, **waits) if waits else ops.ssd_verify
             x, dt, B, C = given_as(draw, v, a, k, q)
-            ops.ssd_verify(x, dt, -rate.abs().to(draw.device, non_blocking=True), B, C, dt_softplus=True, **options)
+            verify(x, dt, -rate.abs().to(draw.device, non_blocking=True), B, C, dt_softplus=True, **options)
             wide = doubles(v, a, k, q)
+        if waits:
+            folds |= rings["ring_len"].cpu() == 0
 
         def walk(S: Tensor, i: int, path: list[int], wide: list[Tensor] = wide) -> tuple[Tensor, Tensor, float]:
             """The state behind a path, its last row of `out`, and the norm of that row's terms, which may cancel."""
@@ -94,17 +100,17 @@ def right_drafts(draw: Draw) -> None:
         accepted = [paths[i][draw.number(0, drafts - 1)] if draw.chance(0.8) else [] for i in range(batch)]
         last = draw.chance(0.3)
         filled = [(path + [0] * drafts)[:drafts] for path in accepted]
-        draw.saw("op delta_commit" if delta else "op ssd_commit")
-        (ops.delta_commit if delta else ops.ssd_commit)(
-            accepted_path=index_tensor(draw, filled),
-            accepted_len=index_tensor(draw, [len(path) for path in accepted]),
-            fold=last,
-            **given,
-        )
+        waits = {"accepted_path": index_tensor(draw, filled)}
+        waits |= {"accepted_len": index_tensor(draw, [len(path) for path in accepted])}
+        if turn + 1 == turns or draw.chance(0.5):
+            draw.saw("op delta_commit" if delta else "op ssd_commit")
+            (ops.delta_commit if delta else ops.ssd_commit)(fold=last, **waits, **given)
+            waits = {}
         for i, slot in enumerate(slots):
             if slot >= 0:
                 now[slot] = walk(now[slot][None], i, accepted[i])[0][0]
-        folds |= rings["ring_len"].cpu() == 0
+        if not waits:
+            folds |= rings["ring_len"].cpu() == 0
     none = torch.zeros(batch, drafts, dtype=torch.int32, device=draw.device)
     (ops.delta_commit if delta else ops.ssd_commit)(
         accepted_path=none, accepted_len=none[:, 0].contiguous(), fold=True, **given
