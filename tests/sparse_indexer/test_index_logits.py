@@ -70,7 +70,7 @@ def test_page_sizes(dtype, page_size, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("seqlen_q", [2, 3, 4, 8, 11, 32])
+@pytest.mark.parametrize("seqlen_q", [2, 3, 4, 5, 6, 8, 11, 32])
 @pytest.mark.parametrize("heads", [8, 16, 32, 64])
 def test_tokens_of_a_request_see_different_lengths(heads, seqlen_q, device):
     lengths = [[n + i for i in range(seqlen_q)] for n in (0, 253, 600, 64)]

@@ -277,7 +277,7 @@ class TokenMultiplier {
         add_up(d, scale, key);
       } else {
 #pragma unroll 1
-        for (int block = 0; block < memory_.blocks; block += 2) {  // of an odd number the last one stands beside none
+        for (int block = 0; block + 1 < memory_.blocks; block += 2) {
           float first[32], second[32];
           start(first, keys, block);
           start(second, keys, block + 1);
@@ -288,6 +288,14 @@ class TokenMultiplier {
           if (block + 2 >= memory_.blocks) mbarrier_arrive(smem_address(&shared_.empty[stage]));
           read_tokens(block + 1);
           add_up(second, scale, key);
+        }
+        if (kBlocks > 2 && memory_.blocks % 2 == 1) {  // three: the last stands beside none
+          float last[32];
+          start(last, keys, memory_.blocks - 1);
+          read_tokens(memory_.blocks - 1);
+          wgmma_wait<0>(last);
+          mbarrier_arrive(smem_address(&shared_.empty[stage]));
+          add_up(last, scale, key);
         }
       }
       if (left < kTokenWarpgroups) return;
