@@ -5,6 +5,7 @@ import itertools
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from plan_pieces import pieces_of
 
 # Built in a checkout, for these tests and for one Python version: tests/support/.
 _scheduler = pytest.importorskip("_scheduler", exc_type=ImportError)
@@ -35,23 +36,6 @@ def works_of(geometry, lengths):
     """Tiles of every work."""
     tiles = [_scheduler.num_tiles(geometry, length) for length in lengths]
     return [count for count in tiles for _ in range(geometry.works_per_request)]
-
-
-def pieces_of(entry, tiles):
-    """(work, first tile, end tile) of a part."""
-    last = entry.end_work if entry.end_tile > 0 else entry.end_work - 1
-    pieces = []
-    for work in range(entry.begin_work, last + 1):
-        begin = entry.begin_tile if work == entry.begin_work else 0
-        end = entry.end_tile if work == entry.end_work else tiles[work]
-        if begin < end:
-            pieces.append((work, begin, end))
-    return pieces
-
-
-def counted(geometry, lengths):
-    """The same as filled plans count them."""
-    return works_of(geometry, lengths)
 
 
 def words_of(plan):
@@ -135,11 +119,10 @@ def test_filled_shares(lengths, shape):
             assert first == list(range(first[0], first[-1] + 1))
             assert (entry.first_part, entry.begin_split) == (first[0], part - first[0])
             assert (entry.begin_num_splits, entry.last_num_splits) == (len(first), len(last))
-    costly = counted(geometry, lengths)
-    total = sum(overhead + TILE * count for count in costly)
+    total = sum(overhead + TILE * count for count in tiles)
     begins = None
-    if len(set(costly)) > 1 and len(tiles) > shares and total <= 480 * shares:
-        begins = expected_begins(costly, overhead, shares)
+    if len(set(tiles)) > 1 and len(tiles) > shares and total <= 480 * shares:
+        begins = expected_begins(tiles, overhead, shares)
     if begins is None:
         assert words_of(filled) == words_of(plain)
     else:
@@ -150,14 +133,14 @@ def test_shares_are_more_even_than_slices_of_the_axis():
     """Requests of 1 to 5 tiles, a quarter of them empty: by the planner's own cost."""
     lengths = [1 + i * i % 320 if i % 4 else 0 for i in range(62)]
     geometry = geometry_of({"works_per_request": 5, "num_sm_parts": 66, "work_overhead": 16})
-    tiles, costly = works_of(geometry, lengths), counted(geometry, lengths)
+    tiles = works_of(geometry, lengths)
     longest = {
         fills: max(
-            cost(pieces_of(entry, tiles), costly, 16) for entry in _scheduler.plan_split_kv(geometry, lengths, fills)
+            cost(pieces_of(entry, tiles), tiles, 16) for entry in _scheduler.plan_split_kv(geometry, lengths, fills)
         )
         for fills in (False, True)
     }
-    even = sum(16 + TILE * count for count in costly) / 66
+    even = sum(16 + TILE * count for count in tiles) / 66
     assert longest[True] <= even + 24 < longest[False]
 
 

@@ -11,6 +11,7 @@ from attnops.metadata.plan_checks import cut_rule
 from attnops.metadata.plan_parts import xqa_num_sm_parts
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from plan_pieces import pieces_of
 
 # Built in a checkout, for these tests and for one Python version: tests/support/.
 _scheduler = pytest.importorskip("_scheduler", exc_type=ImportError)
@@ -62,18 +63,6 @@ def tiles_per_cut(fixed_split_tiles: int, tiles: int) -> int:
     least, most = divmod(-fixed_split_tiles - 1, 1024)
     even = -(-tiles // (most + 1))
     return max(even + even % 2 if most < 16 else even, least)
-
-
-def pieces_of(entry, tiles: list[int]) -> list[tuple[int, int, int]]:
-    """(work, first tile, end tile) of a part."""
-    last = entry.end_work if entry.end_tile > 0 else entry.end_work - 1
-    pieces = []
-    for work in range(entry.begin_work, last + 1):
-        begin = entry.begin_tile if work == entry.begin_work else 0
-        end = entry.end_tile if work == entry.end_work else tiles[work]
-        if begin < end:
-            pieces.append((work, begin, end))
-    return pieces
 
 
 @settings(max_examples=300, deadline=None)
